@@ -155,7 +155,7 @@ class Edge:
 
     def __init__(self, django: Any) -> None:
         self._django = Utf8Only(
-            BoundedBody(StaticFiles(django), {placement.PLAN_PATH: placement.MOST_BODY_BYTES})
+            BoundedBody(StaticFiles(django), {placement.PLAN_PATH: placement.MAX_BODY_BYTES})
         )
         self.stopping = False
 

@@ -25,9 +25,9 @@ from localai_cluster.registries import references
 
 FETCH_TIMEOUT = 120.0
 INDEX_LIMIT = 16 * 1024 * 1024
-MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
+MAX_ENTRIES, MAX_TEXTS, MAX_TEXT_LENGTH = 10_000, 100, 16 * 1024
 """Limits per index, per field and per text: YAML aliases can multiply data."""
-_MOST_BITS = 1024
+_MAX_BITS = 1024
 """Maximum bits of a whole number that is converted to text, such as a version."""
 
 SMALL_VRAM = 4 * 2**30
@@ -129,7 +129,7 @@ def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     if not isinstance(listed, list):
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} is not a YAML list")
     named = (item for item in listed if isinstance(item, dict) and text_of(item.get("name")))
-    return [_build(item, gallery) for item in islice(named, MOST_ENTRIES)]
+    return [_build(item, gallery) for item in islice(named, MAX_ENTRIES)]
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def settings_of(value: Any) -> Mapping[str, Any]:
 
 def files_of(value: Any) -> tuple[ModelFile, ...]:
     """Return the files in a list of mappings; skip invalid items."""
-    listed = islice(value, MOST_TEXTS) if isinstance(value, list) else ()
+    listed = islice(value, MAX_TEXTS) if isinstance(value, list) else ()
     return tuple(
         ModelFile(name, text_of(item.get("uri")), text_of(item.get("sha256")).strip().lower())
         for item in listed
@@ -363,11 +363,11 @@ def files_of(value: Any) -> tuple[ModelFile, ...]:
 
 
 def _choices(value: Mapping[Any, Any]) -> dict[str, str]:
-    return {text_of(key): text for key, item in islice(value.items(), MOST_TEXTS) if (text := text_of(item))}
+    return {text_of(key): text for key, item in islice(value.items(), MAX_TEXTS) if (text := text_of(item))}
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    listed = islice(value, MOST_TEXTS) if isinstance(value, list) else ()
+    listed = islice(value, MAX_TEXTS) if isinstance(value, list) else ()
     return tuple(text for item in listed if (text := text_of(item)))
 
 
@@ -375,9 +375,9 @@ def text_of(value: Any) -> str:
     """Return a text or number as text without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return ""  # Python refuses to format a number of more than a few thousand digits
-    return str(value)[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+    return str(value)[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
 
 
 # Words in a build's name or source that require hardware, and the prefixes of capabilities that provide it.

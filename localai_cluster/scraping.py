@@ -183,7 +183,7 @@ _GPU_FIGURES = {
     ),
 }
 NODE_FIGURES = (ROWS_READABLE, OMITTED_NODES, *_NODE_FIGURES, *_GPU_FIGURES.values())
-MOST_NODES = 2000
+MAX_NODES = 2000
 """Maximum number of nodes in one scrape: 100,000 samples with eight GPUs each.
 
 The nodes are sorted by name.
@@ -199,7 +199,7 @@ def read_nodes(now: datetime) -> list[Metric]:
     approved = BackendNode.objects.filter(approved_at__isnull=False, node_type=NodeType.BACKEND)
     columns = ("name", "status", "last_heartbeat", "offline_recovers", *_COLUMNS)
     rows = list(approved.order_by("name").values_list(*columns))
-    shown = rows[:MOST_NODES]
+    shown = rows[:MAX_NODES]
     of_nodes: list[list[tuple[Any, ...]]] = [[] for _ in _NODE_FIGURES]
     of_gpus: dict[str, list[tuple[Any, ...]]] = {key: [] for key in _GPU_FIGURES}
     for name, status, heard_at, recovers, *memory, gpus in shown:

@@ -21,7 +21,7 @@ LITTLE_DISK = 0.10
 """Free fraction of the disk below which the verdict is a warning."""
 NO_DISK = 0.03
 """Free fraction of the disk below which the verdict is an error."""
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 """Maximum number of files that one sentence names."""
 _TASKS_WAIT = timedelta(seconds=SILENT_AFTER)
 
@@ -271,8 +271,8 @@ def _definitions(facts: Facts) -> Verdict:
         hint = "Check LOCALAI_MODELS_PATH on this web process's machine."
         return Verdict("models", name, State.ERROR, f"the models folder {facts.models_folder}", hint)
     if broken:
-        listed = "; ".join(f"{file} {reason}" for file, reason in list(broken.items())[:_MOST_NAMED])
-        suffix = f"; and {len(broken) - _MOST_NAMED} more" if len(broken) > _MOST_NAMED else ""
+        listed = "; ".join(f"{file} {reason}" for file, reason in list(broken.items())[:_MAX_NAMED])
+        suffix = f"; and {len(broken) - _MAX_NAMED} more" if len(broken) > _MAX_NAMED else ""
         hint = "Correct or remove the files: the models in them do not serve. The Models page lists them all."
         text = f"{counted(len(broken), 'file')} cannot be used: {listed}{suffix}"
         return Verdict("models", name, State.WARNING, text, hint)

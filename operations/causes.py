@@ -4,10 +4,10 @@ import re
 from collections.abc import Collection
 from functools import lru_cache
 
-LONGEST_ERROR = 500
+MAX_ERROR_LENGTH = 500
 """Maximum characters of an error that are read, because a worker may send a whole log."""
-LONGEST_CAUSE = 200
-MOST_REMEMBERED = 16_384
+MAX_CAUSE_LENGTH = 200
+MAX_REMEMBERED = 16_384
 """Maximum number of errors with a cached cause, about 20 MB. A page reads fewer errors at once."""
 UNKNOWN_CAUSE = "No reason given"
 _PLACEHOLDER = "…"
@@ -52,10 +52,10 @@ def cause_of(error: str, names: Collection[str] = (), *, every_name: bool = Fals
     With `every_name`, short names are replaced anywhere too.
     """
     longest_first = tuple(sorted(filter(None, names), key=len, reverse=True))
-    return _cause_of(error[:LONGEST_ERROR], longest_first, every_name)
+    return _cause_of(error[:MAX_ERROR_LENGTH], longest_first, every_name)
 
 
-@lru_cache(maxsize=MOST_REMEMBERED)
+@lru_cache(maxsize=MAX_REMEMBERED)
 def _cause_of(error: str, names: tuple[str, ...], every_name: bool) -> str:
     """Return the cause of an error as one line. Errors with the same text have the same cause.
 
@@ -67,8 +67,8 @@ def _cause_of(error: str, names: tuple[str, ...], every_name: bool) -> str:
         text = _without_name(text, name, 1 if every_name else _SHORT_NAME)
     text = _VARIABLE.sub(lambda match: match["kept"] or _PLACEHOLDER, text)
     text = _LIST.sub(_PLACEHOLDER, _QUOTED_GAP.sub(_PLACEHOLDER, text)).strip()
-    if len(text) > LONGEST_CAUSE:
-        text = text[: LONGEST_CAUSE - 1] + _PLACEHOLDER
+    if len(text) > MAX_CAUSE_LENGTH:
+        text = text[: MAX_CAUSE_LENGTH - 1] + _PLACEHOLDER
     return text or UNKNOWN_CAUSE
 
 

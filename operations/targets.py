@@ -14,8 +14,8 @@ from operations.models import QUEUED, Operation, OperationTarget, Status, Target
 
 ENDED = (TargetStatus.SUCCESS, TargetStatus.ERROR, TargetStatus.CANCELLED, TargetStatus.SUPERSEDED)
 NO_ELIGIBLE_NODE = "no eligible node"
-HIGHEST_RUNNING_PERCENT = 99.0
-_MOST_BYTES = 2**63 - 1
+MAX_RUNNING_PERCENT = 99.0
+_MAX_BYTES = 2**63 - 1
 """Largest value of a column; the sum of the workers' figures may exceed it."""
 
 
@@ -29,9 +29,9 @@ def aggregate_progress(operation: Operation, parts: Sequence[OperationTarget]) -
     done = sum(part.status == TargetStatus.SUCCESS for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
     raise_progress(operation, sum(map(target_progress, parts)) / len(parts))
-    reached = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
+    reached = min(sum(part.current_bytes for part in parts), _MAX_BYTES)
     operation.current_bytes = max(reached, operation.current_bytes)
-    operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
+    operation.total_bytes = min(sum(part.total_bytes for part in parts), _MAX_BYTES)
     operation.message = f"{done} of {len(parts)} nodes done" + (f", {failed} failed" if failed else "")
 
 
@@ -61,7 +61,7 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
         return done if deletes else State(Status.FAILED, f"error: {NO_ELIGIBLE_NODE}", NO_ELIGIBLE_NODE)
     unfinished = [part for part in parts if part.status not in ENDED]
     attempts = max(part.attempts for part in parts)
-    progress = min(sum(map(target_progress, parts)) / len(parts), HIGHEST_RUNNING_PERCENT)
+    progress = min(sum(map(target_progress, parts)) / len(parts), MAX_RUNNING_PERCENT)
     if not unfinished:
         return _end_of(parts, progress, attempts)
     running = [part for part in unfinished if part.status != TargetStatus.QUEUED]
@@ -130,8 +130,8 @@ def set_derived_state(operation: Operation, parts: Sequence[OperationTarget], no
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
     operation.last_progress_at, operation.time_limit_at = state.last_progress_at, state.time_limit_at
-    operation.current_bytes = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
-    operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
+    operation.current_bytes = min(sum(part.current_bytes for part in parts), _MAX_BYTES)
+    operation.total_bytes = min(sum(part.total_bytes for part in parts), _MAX_BYTES)
     operation.next_attempt_at = state.next_check_at or now
     operation.updated_at = now
     if state.status == Status.PROCESSING:
@@ -142,7 +142,7 @@ def set_derived_state(operation: Operation, parts: Sequence[OperationTarget], no
 
 def raise_progress(operation: Operation, percentage: float) -> None:
     """Raise the operation's progress to `percentage`, but below 100. It never decreases."""
-    operation.progress = min(max(percentage, operation.progress), HIGHEST_RUNNING_PERCENT)
+    operation.progress = min(max(percentage, operation.progress), MAX_RUNNING_PERCENT)
 
 
 def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:

@@ -163,7 +163,7 @@ def django_db_setup(postgres: FastPostgres, django_test_environment: None) -> It
 @pytest.fixture(autouse=True)
 def failed_tokens(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     """Every test counts failed tokens for itself, so that none is refused for another one's."""
-    own = throttle.in_memory_counters("test-failures", throttle.MOST_ADDRESSES)
+    own = throttle.in_memory_counters("test-failures", throttle.MAX_ADDRESSES)
     own.clear()
     counts = throttle.Failures(None, own)
     monkeypatch.setattr(throttle, "token_failures", lambda: counts)
@@ -173,7 +173,7 @@ def failed_tokens(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
 @pytest.fixture(autouse=True)
 def failed_keys(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     """And failed API keys likewise."""
-    own = throttle.in_memory_counters("test-failed-keys", throttle.MOST_ADDRESSES)
+    own = throttle.in_memory_counters("test-failed-keys", throttle.MAX_ADDRESSES)
     own.clear()
     counts = throttle.Failures(None, own, throttle.DEFAULT_LIMIT, "API keys")
     monkeypatch.setattr(throttle, "api_keys", lambda: counts)
@@ -183,7 +183,7 @@ def failed_keys(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
 @pytest.fixture(autouse=True)
 def failed_sign_ins(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     """And failed sign-ins likewise."""
-    own = throttle.in_memory_counters("test-sign-ins", throttle.MOST_ADDRESSES)
+    own = throttle.in_memory_counters("test-sign-ins", throttle.MAX_ADDRESSES)
     own.clear()
     counts = throttle.Failures(None, own, throttle.SIGN_IN_LIMIT, "sign-ins")
     monkeypatch.setattr(throttle, "sign_ins", lambda: counts)

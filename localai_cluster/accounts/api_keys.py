@@ -24,27 +24,27 @@ from localai_cluster.web import rest
 from localai_cluster.web.openapi import extend_schema, flat_refusals, request_example, response_example
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
-_LONGEST_NAME = 100
-_LARGEST_ID = 2**31 - 1
-MOST_KEYS = 100
+_MAX_NAME_LENGTH = 100
+_MAX_ID = 2**31 - 1
+MAX_KEYS = 100
 """Maximum number of a user's keys that are not revoked."""
 
 
 def list_keys(user_id: int) -> list[ApiKey]:
-    """Return the user's keys that are not revoked, the newest first, at most twice `MOST_KEYS`."""
-    return list(ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MOST_KEYS])
+    """Return the user's keys that are not revoked, the newest first, at most twice `MAX_KEYS`."""
+    return list(ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MAX_KEYS])
 
 
 def create_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Create a key for the user; return its row and the plaintext. Raise Conflict above `MOST_KEYS`.
+    """Create a key for the user; return its row and the plaintext. Raise Conflict above `MAX_KEYS`.
 
     The plaintext is not stored.
     """
     with transaction.atomic():
         # Two requests at once would each see the last free place.
         get_user_model().objects.select_for_update(no_key=True).get(pk=user.pk)
-        if ApiKey.objects.filter(user=user, revoked_at=None).count() >= MOST_KEYS:
-            raise errors.Conflict(f"you have {MOST_KEYS} API keys; revoke one first")
+        if ApiKey.objects.filter(user=user, revoked_at=None).count() >= MAX_KEYS:
+            raise errors.Conflict(f"you have {MAX_KEYS} API keys; revoke one first")
         row, plain = principals.create_api_key(user, name)
         audit.record(audit.Change("user.key_created", f"API key {row}", str(row.pk)))
     return row, plain
@@ -90,7 +90,7 @@ class CreatedApiKeySerializer(ApiKeySerializer):
 class NewApiKeySerializer(NullIsAbsent):
     """A new API key and its purpose."""
 
-    name = Text(max_length=_LONGEST_NAME)
+    name = Text(max_length=_MAX_NAME_LENGTH)
 
     def validate_name(self, name: str) -> str:
         """Require a printable name."""
@@ -185,7 +185,7 @@ class ApiKeyView(_KeysView):
     def delete(self, request: Request, key_id: str) -> Response:
         """Revokes one of your keys; requests and sessions with it are refused from now on."""
         number = int(key_id) if key_id.isascii() and key_id.isdigit() and len(key_id) < 11 else 0
-        revoke_key(self.person(request).pk, min(number, _LARGEST_ID), now=clock.now())
+        revoke_key(self.person(request).pk, min(number, _MAX_ID), now=clock.now())
         return Response({"message": "API key revoked"})
 
 

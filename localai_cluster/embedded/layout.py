@@ -92,7 +92,7 @@ WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER = "local"
 NATS_PORT = 4222
-MOST_WEB_PROCESSES = 4
+MAX_WEB_PROCESSES = 4
 SERVER_URLS = "server_urls"
 """Name of the file in the secrets folder to which `make run` writes its bundled servers' URLs."""
 WORKER_PORT = 50051
@@ -282,12 +282,12 @@ class Layout:
         }
 
     def _web_processes(self) -> int:
-        """Return the number of web processes: one for each core, at most `MOST_WEB_PROCESSES`.
+        """Return the number of web processes: one for each core, at most `MAX_WEB_PROCESSES`.
 
         Daphne serves with one process.
         """
         is_uvicorn = conf.load(self.environ)[0].server == "uvicorn"
-        return min(len(os.sched_getaffinity(0)), MOST_WEB_PROCESSES) if is_uvicorn else 1
+        return min(len(os.sched_getaffinity(0)), MAX_WEB_PROCESSES) if is_uvicorn else 1
 
     def forget_original(self) -> None:
         """Remove from a copied folder the original cluster's keys and URLs of servers."""

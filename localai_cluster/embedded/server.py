@@ -139,7 +139,7 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else "no output"
 
 
-FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
+FIRST_DELAY, MAX_DELAY = 1.0, 30.0
 STEADY_SECONDS = 60.0
 """Seconds that a child must run so that its next restart delay is `FIRST_DELAY` again."""
 
@@ -197,7 +197,7 @@ def count_failures(earlier: int, uptime: float) -> int:
 
 def restart_delay(failures: int) -> float:
     """Return the seconds until the restart of a child after this number of consecutive failures."""
-    return backoff.delay(failures, first=FIRST_DELAY, longest=LONGEST_DELAY)
+    return backoff.delay(failures, first=FIRST_DELAY, longest=MAX_DELAY)
 
 
 class _Supervised:

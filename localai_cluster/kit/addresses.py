@@ -13,9 +13,9 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-LONGEST_HOST = 253
+MAX_HOST_LENGTH = 253
 """Maximum characters of a host name; DNS resolves no longer one."""
-LONGEST_URL = 512
+MAX_URL_LENGTH = 512
 EXPECTED_FORM = (
     "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
 )
@@ -65,7 +65,7 @@ def host(text: str) -> str:
         return str(address.ipv4_mapped or address)
     name = text.lower().removesuffix(".")
     labels = name.split(".")
-    if not text.isascii() or len(name) > LONGEST_HOST or not all(_LABEL.match(label) for label in labels):
+    if not text.isascii() or len(name) > MAX_HOST_LENGTH or not all(_LABEL.match(label) for label in labels):
         raise ValueError("is neither a host name nor an IP address")
     # Name resolution accepts several notations of numbers (`127.1`, `0x7f.1`): we accept only the plain one.
     if labels[-1].isdigit() or labels[-1].startswith("0x"):
@@ -179,7 +179,7 @@ def split_host_port(text: str) -> tuple[str, int]:
 
 def parse_base_url(text: str) -> str:
     """Return the base URL of a web server without a trailing slash. Raise ValueError."""
-    plain = text.isascii() and text.isprintable() and " " not in text and len(text) <= LONGEST_URL
+    plain = text.isascii() and text.isprintable() and " " not in text and len(text) <= MAX_URL_LENGTH
     try:
         parts = urlsplit(text if plain else "")
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -1,6 +1,6 @@
 """Back-off: the delay before the next attempt after failures in a row."""
 
-_MOST_DOUBLINGS = 30
+_MAX_DOUBLINGS = 30
 
 
 def delay(failures: int, *, first: float, longest: float) -> float:
@@ -8,4 +8,4 @@ def delay(failures: int, *, first: float, longest: float) -> float:
 
     The delay is `first` after one failure, doubles with each further failure, and is at most `longest`.
     """
-    return float(min(first * 2.0 ** min(max(failures - 1, 0), _MOST_DOUBLINGS), longest))
+    return float(min(first * 2.0 ** min(max(failures - 1, 0), _MAX_DOUBLINGS), longest))

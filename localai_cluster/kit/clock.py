@@ -38,7 +38,7 @@ async def wait_until(
     return True
 
 
-_LONGEST_DELAY = 24 * 3600.0
+_MAX_DELAY = 24 * 3600.0
 """Maximum seconds of one asyncio timer; it also stands for an infinite limit."""
 
 
@@ -67,7 +67,7 @@ class SilenceTimer:
         self._timer.cancel()
 
     def _set_timer(self) -> None:
-        delay = min(max(self._until - monotonic(), 0), self._seconds, _LONGEST_DELAY)
+        delay = min(max(self._until - monotonic(), 0), self._seconds, _MAX_DELAY)
         self._timer = asyncio.get_running_loop().call_later(delay, self._check)
 
     def _check(self) -> None:

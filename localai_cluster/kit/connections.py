@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import Address
 
-LARGEST_HEAD = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 """Maximum bytes of a request line with its headers. A larger request gets 400."""
 HEAD_SECONDS = 20.0
 """Seconds for the headers of a request to arrive, and for the first byte of a new connection."""
@@ -114,7 +114,7 @@ class BoundedHead(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._unread > LARGEST_HEAD:
+        if self._unread > MAX_HEAD_BYTES:
             self.send_400_response("The headers are too large.")
         elif self._awaited and self._timer is None:
             self._set_timer()
@@ -158,7 +158,7 @@ class BoundedHead(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._head += size
-        if self._head > LARGEST_HEAD:
+        if self._head > MAX_HEAD_BYTES:
             raise ValueError("headers too large")  # the parser makes it a 400
 
     def _await(self, part: Literal["", "anything", "head", "body"]) -> None:
@@ -229,7 +229,7 @@ CONNECTION_LIMIT = 256
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
 SHUTDOWN_SECONDS = 1.0
 """Seconds for running responses to end at the shutdown."""
-LARGEST_MESSAGE = 4096
+MAX_MESSAGE_BYTES = 4096
 """Maximum bytes of a websocket client's message; its content is ignored."""
 LISTEN_RETRY_SECONDS = 30.0
 """Seconds until the next attempt to listen on an address that is in use."""
@@ -242,7 +242,7 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
         application,
         http=BoundedHead,
         ws=WatchingSocket,
-        ws_max_size=LARGEST_MESSAGE,
+        ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=PING_EVERY,
         ws_ping_timeout=PONG_WITHIN,
         ws_per_message_deflate=False,

@@ -38,11 +38,11 @@ In the text, names in braces stand for the values of earlier fields.
 _GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*")
-SHORTEST_SECRET = 16
+MIN_SECRET = 16
 WELL_KNOWN_SECRETS = frozenset(
     {"changeme", "change-me", "default", "insecure", "localai", "localai-cluster", "password", "secret"}
 )
-LONGEST_QUOTE = 200
+MAX_QUOTE_LENGTH = 200
 _TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
 
 
@@ -60,7 +60,7 @@ def weak_secret(value: str) -> bool:
     remainder = value.lower()
     for word in WELL_KNOWN_SECRETS:
         remainder = remainder.replace(word, "")
-    return len(value) < SHORTEST_SECRET or len(remainder) < SHORTEST_SECRET // 2 or len(set(value)) < 5
+    return len(value) < MIN_SECRET or len(remainder) < MIN_SECRET // 2 or len(set(value)) < 5
 
 
 def parse_duration(text: str) -> float:
@@ -375,7 +375,7 @@ class Environment:
             return ""
 
     def _value(self, entry: Setting, text: str, values: Values) -> Any:
-        quote = "" if entry.format.secret else f"{text[:LONGEST_QUOTE]!r} "
+        quote = "" if entry.format.secret else f"{text[:MAX_QUOTE_LENGTH]!r} "
         reason = ""
         try:
             if text:

@@ -117,7 +117,7 @@ def as_array(ids: Iterable[UUID]) -> RawSQL:
 
 Attempt = tuple[UUID, int]
 """An attempt at a leased row: the row's id and fence."""
-MOST_LOST_LEASES = 10
+MAX_LOST_LEASES = 10
 """Number of lost leases after which a row is given up."""
 COLUMNS = ["lease_owner", "lease_until", "fence", "lost_leases"]
 """Columns that `claim`, `end_lease` and `lock_expired_rows` change; the caller saves them."""
@@ -198,8 +198,8 @@ def lock_expired_rows(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L],
     Locked rows are skipped. Each row to retry counts one more lost lease.
     """
     lost = lock_free(_expired(leased, now).order_by("pk"))
-    retried = [row for row in lost if row.lost_leases < MOST_LOST_LEASES]
-    given_up = [row for row in lost if row.lost_leases >= MOST_LOST_LEASES]
+    retried = [row for row in lost if row.lost_leases < MAX_LOST_LEASES]
+    given_up = [row for row in lost if row.lost_leases >= MAX_LOST_LEASES]
     for row in retried:
         row.lost_leases += 1
     return retried, given_up

@@ -5,8 +5,8 @@ from functools import cache
 
 from localai_cluster.kit import errors
 
-LONGEST_NAME = 255
-LONGEST_TEXT = 4000
+MAX_NAME_LENGTH = 255
+MAX_TEXT_LENGTH = 4000
 """Maximum characters of an error text from a worker or an engine."""
 _REFUSED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Refused Unicode categories: control, format, surrogate, private, unassigned, line separators.
@@ -82,8 +82,8 @@ def to_readable_text(text: str) -> str:
 
     The error is usually at the beginning, and an engine's last output at the end.
     """
-    if len(text) > LONGEST_TEXT:
-        text = f"{text[: LONGEST_TEXT // 4]} … {text[-3 * LONGEST_TEXT // 4 :]}"
+    if len(text) > MAX_TEXT_LENGTH:
+        text = f"{text[: MAX_TEXT_LENGTH // 4]} … {text[-3 * MAX_TEXT_LENGTH // 4 :]}"
     return "".join(
         " " if character not in "\n\t" and find_unprintable(character) else character for character in text
     )
@@ -102,5 +102,5 @@ def check_name(name: str) -> None:
     check_text(name, "name")
     if name != name.strip():
         raise errors.InvalidInput("name must not begin or end with a blank", field="name")
-    if max(len(name), len(key(name))) > LONGEST_NAME:
-        raise errors.InvalidInput(f"name exceeds {LONGEST_NAME} characters", field="name")
+    if max(len(name), len(key(name))) > MAX_NAME_LENGTH:
+        raise errors.InvalidInput(f"name exceeds {MAX_NAME_LENGTH} characters", field="name")

@@ -22,8 +22,8 @@ Role = Literal["operator", "account", "user"]
 
 _PREFIX: dict[Role, int] = {"operator": 14 << 3, "account": 0, "user": 20 << 3}
 _SEED = 18 << 3
-LONGEST_TOKEN = 64 * 1024
-LONGEST_ACCOUNT = 4 * 1024 * 1024
+MAX_TOKEN_LENGTH = 64 * 1024
+MAX_ACCOUNT_LENGTH = 4 * 1024 * 1024
 """Maximum characters of an account's token, which holds the revocations.
 
 A NATS server accepts even fewer.
@@ -71,7 +71,7 @@ def sign_token(claims: Mapping[str, Any], issuer: KeyPair) -> str:
     return f"{text}.{_encode(issuer.sign(text.encode()))}"
 
 
-def claims_of(token: str, longest: int = LONGEST_TOKEN) -> dict[str, Any]:
+def claims_of(token: str, longest: int = MAX_TOKEN_LENGTH) -> dict[str, Any]:
     """Return the claims of a JWT without verifying the signature.
 
     Pass only our own tokens. Raise ValueError if the text is not a JWT or is longer than `longest`.

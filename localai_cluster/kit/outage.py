@@ -77,7 +77,7 @@ class RepeatLimit(logging.Filter):
     omitted lines.
     """
 
-    MOST, MOST_IN_OUTAGE = 60, 2
+    MOST, MAX_IN_OUTAGE = 60, 2
     WINDOW = 60.0
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class RepeatLimit(logging.Filter):
         """Return False for a line over the limit."""
         if record.levelno < logging.WARNING:
             return True
-        limit = self.MOST_IN_OUTAGE if _is_about_outage(record) else self.MOST
+        limit = self.MAX_IN_OUTAGE if _is_about_outage(record) else self.MOST
         key, now = (record.name, str(record.msg)), clock.monotonic()
         began, count = self._seen.get(key, (now, 0))
         if now - began < self.WINDOW:

@@ -41,9 +41,9 @@ MIN_BYTES_PER_SECOND = 4096
 """Bytes per second that a server must send. A slower server uses up `STALL_LIMIT`."""
 BODY_LIMIT = 60.0
 """Maximum seconds for the body of a document that is read into memory."""
-MOST_REDIRECTS = 5
-LONGEST_URL, LONGEST_WORDS = 8192, 300
-LONGEST_RETRY_AFTER = 3600.0
+MAX_REDIRECTS = 5
+MAX_URL_LENGTH, MAX_MESSAGE_LENGTH = 8192, 300
+MAX_RETRY_AFTER = 3600.0
 _WORDS_BYTES = 16 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEMPORARY = (408, 425, 429)
@@ -229,7 +229,7 @@ class Outbound:
         self, client: httpx.AsyncClient, url: httpx.URL, headers: Mapping[str, str], method: str
     ) -> httpx.Response:
         authorization, was_redirected = self.credential_of(url), False
-        for _ in range(MOST_REDIRECTS + 1):
+        for _ in range(MAX_REDIRECTS + 1):
             sent = {**headers, "Accept-Encoding": "identity"}
             if authorization:
                 sent["Authorization"] = authorization
@@ -246,7 +246,7 @@ class Outbound:
                 headers = {name: headers[name] for name in headers if name.lower() in _REDIRECTED_HEADERS}
             url = target
         else:
-            raise SourceError(f"{_site(url)}: more than {MOST_REDIRECTS} redirects")
+            raise SourceError(f"{_site(url)}: more than {MAX_REDIRECTS} redirects")
         if problem := await _problem_of(response, authorization, was_redirected=was_redirected):
             await response.aclose()
             raise problem
@@ -260,7 +260,7 @@ def body_of(response: httpx.Response, offset: int) -> SourceBody:
     file ends before `offset`.
     """
     etag = response.headers.get("etag", "")
-    is_strong = etag.startswith('"') and len(etag) <= LONGEST_WORDS
+    is_strong = etag.startswith('"') and len(etag) <= MAX_MESSAGE_LENGTH
     validator = etag if is_strong else response.headers.get("last-modified", "")[:100]
     pieces = response.aiter_raw()
     if response.status_code == 200:
@@ -400,7 +400,7 @@ def host_of(address: str) -> str:
 def parse_url(text: str) -> httpx.URL:
     """Return the URL of a file. Raise InvalidInput for no URL, AddressRefused for a forbidden one."""
     try:
-        url = httpx.URL(text if len(text) <= LONGEST_URL else "")
+        url = httpx.URL(text if len(text) <= MAX_URL_LENGTH else "")
     except (httpx.InvalidURL, ValueError):
         raise InvalidInput("is no URL", field="url") from None
     if url.scheme not in ("http", "https") or not url.raw_host or url.port == 0:
@@ -466,7 +466,7 @@ async def _words_of(response: httpx.Response, authorization: str) -> str:
     text = words if isinstance(words, str) else ""
     for secret in {authorization, authorization.rpartition(" ")[2]} - {""}:
         text = text.replace(secret, "…")
-    return names.to_single_line(" ".join(text.split())[:LONGEST_WORDS])
+    return names.to_single_line(" ".join(text.split())[:MAX_MESSAGE_LENGTH])
 
 
 async def _read_at_most(response: httpx.Response, limit: int) -> bytes:
@@ -481,7 +481,7 @@ async def _read_at_most(response: httpx.Response, limit: int) -> bytes:
 
 def _retry_after(response: httpx.Response) -> float:
     text = response.headers.get("retry-after", "")
-    return min(float(text), LONGEST_RETRY_AFTER) if _NUMBER.fullmatch(text) else 0.0
+    return min(float(text), MAX_RETRY_AFTER) if _NUMBER.fullmatch(text) else 0.0
 
 
 def _site(url: httpx.URL) -> str:

@@ -15,7 +15,7 @@ from localai_cluster.kit import backoff
 
 log = logging.getLogger(__name__)
 
-_FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
+_FIRST_RETRY, _MAX_RETRY = 1.0, 30.0
 
 
 class PeriodicTask:
@@ -64,7 +64,7 @@ class PeriodicTask:
             pause = await self._step()
         except self._retry_on as error:
             self._failures += 1
-            longest = _LONGEST_RETRY if self._interval is None else self._interval
+            longest = _MAX_RETRY if self._interval is None else self._interval
             seconds = backoff.delay(self._failures, first=min(_FIRST_RETRY, longest), longest=longest)
             log.warning("%s: %s; retrying", self._name, error or type(error).__name__)
             return seconds

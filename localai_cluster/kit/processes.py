@@ -54,7 +54,7 @@ __all__ = [
 
 Stream = int | IO[Any] | None
 
-FIRST_DELAY, LONGEST_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
+FIRST_DELAY, MAX_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
 """Seconds: first and longest restart delay of reapers, and uptime after which a restart is immediate."""
 
 
@@ -225,7 +225,7 @@ class ProcessReaper:
             code = self._process.wait()
             if clock.monotonic() - started_at >= STEADY_SECONDS:
                 failures = 0
-            delay = backoff.delay(failures, first=FIRST_DELAY, longest=LONGEST_DELAY) if failures else 0.0
+            delay = backoff.delay(failures, first=FIRST_DELAY, longest=MAX_DELAY) if failures else 0.0
             if not self._closed.wait(delay) and self._replace():
                 self._replaced(code)
             failures += 1

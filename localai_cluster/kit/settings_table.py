@@ -21,19 +21,19 @@ from localai_cluster.kit.addresses import local_address, split_host_port
 from localai_cluster.kit.env import Duration, Folder, FreePort, Mirror, Pem, Problem, Seconds, Secret, setting
 from localai_cluster.kit.tls import TlsFiles, WrongFile
 
-MOST_PRESSURE = 100
+MAX_PRESSURE = 100
 """Maximum prefix pressure that a web process reports for a model, and the maximum threshold."""
-MOST_WEB_PROCESSES = 64
-MOST_LINES = 10_000
-LEAST_BYTES, MOST_BYTES = 64 * 1024, 2 * 1024 * 1024
+MAX_WEB_PROCESSES = 64
+MAX_LINES = 10_000
+MIN_BYTES, MAX_BYTES = 64 * 1024, 2 * 1024 * 1024
 """Bounds of the stored output of one engine; as escaped JSON it fits in what web processes accept."""
 CAPABILITY_FILE = "/run/localai/capability"
 AccountSeed = Annotated[str, env.seed("account")]
 OperatorSeed = Annotated[str, env.seed("operator")]
 UserSeed = Annotated[str, env.seed("user")]
-LogBytes = Annotated[int, Meta(ge=LEAST_BYTES, le=MOST_BYTES)]
+LogBytes = Annotated[int, Meta(ge=MIN_BYTES, le=MAX_BYTES)]
 Connections = Annotated[int, Meta(ge=1, le=16)]
-WebProcesses = Annotated[int, Meta(ge=1, le=MOST_WEB_PROCESSES)]
+WebProcesses = Annotated[int, Meta(ge=1, le=MAX_WEB_PROCESSES)]
 _WHEELS = str(Path(__file__).resolve().parents[2] / "dist")
 _SHOWN_PROCESSES = "1; `make run`: one for each core, at most 4"
 _OWN_ADDRESS = "--addr, else this machine's address on the way to the control plane"
@@ -256,7 +256,7 @@ class ClusterSettings(SharedSettings):
     """Requests more that may run on a preferred replica than on the idlest one (C42)."""
     prefix_balance_rel: env.Ratio = setting("CLUSTER_PREFIX_BALANCE_REL", "1.5")
     """Times as many requests, plus one, that may run on a preferred replica (C42)."""
-    prefix_pressure: Annotated[int, Meta(ge=0, le=MOST_PRESSURE)] = setting("CLUSTER_PREFIX_PRESSURE", "20")
+    prefix_pressure: Annotated[int, Meta(ge=0, le=MAX_PRESSURE)] = setting("CLUSTER_PREFIX_PRESSURE", "20")
     """Requests per minute diverted from busy replicas that add a replica (C44, [below](#pressure))."""
     node_stale_after: Seconds = setting("CLUSTER_NODE_STALE_AFTER", "60s", group="Time limits")
     """Silence after which a node is offline (C15)."""
@@ -380,7 +380,7 @@ class WorkerSettings(SharedSettings):
     """Capability that selects builds, such as nvidia-cuda-12. disable = every build fits."""
     capability_file: Folder = setting("LOCALAI_FORCE_META_BACKEND_CAPABILITY_RUN_FILE", CAPABILITY_FILE)
     """File whose content is the capability, if it exists."""
-    log_lines: Annotated[int, Meta(ge=1, le=MOST_LINES)] = setting("LOCALAI_WORKER_LOG_LINES", "1000")
+    log_lines: Annotated[int, Meta(ge=1, le=MAX_LINES)] = setting("LOCALAI_WORKER_LOG_LINES", "1000")
     """Lines of output kept of each engine."""
     log_bytes: LogBytes = setting("LOCALAI_WORKER_LOG_BYTES", "1048576")
     """Bytes of output kept of each engine that runs, and of the last 32 that have ended."""

@@ -81,7 +81,7 @@ def _outside_strings(text: bytes) -> Iterator[bytes]:
         inside ^= (len(pieces) - 1) % 2
 
 
-LONGEST_REASON = 400
+MAX_REASON_LENGTH = 400
 """Maximum characters of a message: it quotes the text, which may be megabytes long."""
 
 
@@ -157,8 +157,8 @@ def yaml_reason(error: Exception) -> str:
         mark = error.problem_mark
         text = f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
     text = " ".join((text or type(error).__name__).split())
-    if len(text) > LONGEST_REASON:
-        text = f"{text[: LONGEST_REASON // 2]} … {text[-LONGEST_REASON // 2 :]}"
+    if len(text) > MAX_REASON_LENGTH:
+        text = f"{text[: MAX_REASON_LENGTH // 2]} … {text[-MAX_REASON_LENGTH // 2 :]}"
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -218,7 +218,7 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
     return call.done()
 
 
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 """Maximum number of values in one text, counting each copy that a merge (`<<`) makes."""
 _LOADER_BASES: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
@@ -233,7 +233,7 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
     def __init__(self, stream: str | bytes) -> None:
         super().__init__()
         _LOADER_BASES[-1].__init__(self, stream)
-        self._level, self._left = 0, MOST_NODES
+        self._level, self._left = 0, MAX_NODES
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose one node. Raise YAMLError if it is nested too deeply or there are too many."""
@@ -255,7 +255,7 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
     def _count(self, nodes: int) -> None:
         self._left -= nodes
         if self._left < 0:
-            raise yaml.YAMLError(f"it has more than {MOST_NODES} values, those of merges included")
+            raise yaml.YAMLError(f"it has more than {MAX_NODES} values, those of merges included")
 
 
 class PlainLoader(BoundedLoader):

@@ -29,7 +29,7 @@ from typing import Any
 
 INDEX_VARIABLE, METRICS_VARIABLE = "LOCALAI_CLUSTER_WEB_INDEX", "PROMETHEUS_MULTIPROC_DIR"
 """Environment of one of several web processes: its index, and the folder of the metrics of all."""
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
+_FIRST_DELAY, _MAX_DELAY = 0.5, 30.0
 _STOP_SECONDS = 25.0
 """Seconds for web processes to stop in order; then the parent kills them."""
 _BACKLOG = 1024
@@ -60,7 +60,7 @@ def become_parent(arguments: Sequence[str]) -> None:
     options, others = parser.parse_known_args(arguments)
     number = cluster.web_processes if options.processes is None else options.processes
     is_left = options.inherited or environment.problems or {"-h", "--help"} & set(others)
-    if is_left or not 1 < number <= settings_table.MOST_WEB_PROCESSES or cluster.server == "daphne":
+    if is_left or not 1 < number <= settings_table.MAX_WEB_PROCESSES or cluster.server == "daphne":
         return
     listening = listen(cluster.host, cluster.port)
     os.set_inheritable(listening.fileno(), True)
@@ -142,7 +142,7 @@ class Parent:
                 return
             else:
                 failures = 1 if is_serving else failures + 1
-                delay = min(_FIRST_DELAY * 2 ** min(failures - 1, 10), _LONGEST_DELAY)
+                delay = min(_FIRST_DELAY * 2 ** min(failures - 1, 10), _MAX_DELAY)
                 log.warning("Web process %s, restarting in %g s", ended, delay)
                 self._stopping.wait(delay)
 

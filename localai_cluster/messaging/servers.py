@@ -136,7 +136,7 @@ def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], 
 
     All other claims of `current` stay.
     """
-    claims = nkeys.claims_of(current, nkeys.LONGEST_ACCOUNT)
+    claims = nkeys.claims_of(current, nkeys.MAX_ACCOUNT_LENGTH)
     nats = {**claims["nats"], "revocations": dict(revoked)}
     unchanged = {key: value for key, value in claims.items() if key not in ("iss", "jti", "iat", "nats")}
     return nkeys.sign_token({**unchanged, "iat": int(now), "nats": nats}, operator)
@@ -144,7 +144,7 @@ def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], 
 
 def revocations_of(token: str) -> dict[str, int]:
     """Return the revocations in an account's JWT: time of revocation by user."""
-    revocations = nkeys.claims_of(token, nkeys.LONGEST_ACCOUNT).get("nats", {}).get("revocations") or {}
+    revocations = nkeys.claims_of(token, nkeys.MAX_ACCOUNT_LENGTH).get("nats", {}).get("revocations") or {}
     return {str(user): int(at) for user, at in revocations.items()}
 
 
@@ -162,7 +162,7 @@ def _mint(
 
 
 DEFAULT_PORT = 4222
-LONGEST_URL = 2048
+MAX_URL_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def parse_url(text: str) -> Servers:
     Raise InvalidInput, without any part of the text.
     """
     wrong = InvalidInput("not a NATS URL such as nats://host:4222", field="url")
-    if len(text) > LONGEST_URL:
+    if len(text) > MAX_URL_LENGTH:
         raise wrong
     try:
         parts = [

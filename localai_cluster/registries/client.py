@@ -28,13 +28,13 @@ BODY_LIMIT = 60.0
 """Maximum seconds for the body of a manifest or a token."""
 MANIFEST_BYTES = 4 * 1024 * 1024
 TOKEN_BYTES = 256 * 1024
-MOST_LAYERS = 512
-MOST_BUILDS = 50
-_MOST_REDIRECTS = 5
-_TOKEN_LIFETIME, _MOST_LIFETIME = 60.0, 3600.0
+MAX_LAYERS = 512
+MAX_BUILDS = 50
+_MAX_REDIRECTS = 5
+_TOKEN_LIFETIME, _MAX_LIFETIME = 60.0, 3600.0
 """Seconds: the default of the protocol, and the longest time for which a token is kept."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_LONGEST_CHALLENGE = 4096
+_MAX_CHALLENGE_LENGTH = 4096
 _CHALLENGE = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 _REDIRECTS = (301, 302, 303, 307, 308)
 _INDEXES = (
@@ -124,8 +124,8 @@ class Registries:
     def _checked(self, reference: ImageReference, digest: str, manifest: _Manifest) -> Image:
         if not manifest.layers:
             raise RegistryError(f"{reference} is not an image: its manifest has no layers")
-        if len(manifest.layers) > MOST_LAYERS:
-            raise RegistryError(f"{reference} has more than {MOST_LAYERS} layers")
+        if len(manifest.layers) > MAX_LAYERS:
+            raise RegistryError(f"{reference} has more than {MAX_LAYERS} layers")
         for layer in manifest.layers:
             if not _DIGEST.fullmatch(layer.digest) or layer.size < 0:
                 raise RegistryError(f"{reference} has a layer without a sha256 digest or a size")
@@ -138,7 +138,7 @@ class Registries:
         """
         digest, manifest = await self._manifest(reference, reference.version)
         builds = [build.digest for build in manifest.manifests or () if _DIGEST.fullmatch(build.digest)]
-        return (digest, *builds[:MOST_BUILDS])
+        return (digest, *builds[:MAX_BUILDS])
 
     async def open_layer(
         self, reference: ImageReference, digest: str, headers: Mapping[str, str]
@@ -175,7 +175,7 @@ class Registries:
             authorization = await self._authenticate(reference, response.headers.get("www-authenticate", ""))
             response = await self._send(url, headers, authorization)
         was_redirected = response.status_code in _REDIRECTS
-        for _ in range(_MOST_REDIRECTS):
+        for _ in range(_MAX_REDIRECTS):
             if response.status_code not in _REDIRECTS:
                 break
             await response.aclose()
@@ -227,7 +227,7 @@ class Registries:
                 f"{reference.host} names the token service {_site(realm)}, which is not HTTPS"
             )
         token = await self._get_token(reference, parameters, credential.header if credential else "")
-        lifetime = min(max(token.expires_in, 0.0), _MOST_LIFETIME)
+        lifetime = min(max(token.expires_in, 0.0), _MAX_LIFETIME)
         text = token.token or token.access_token
         if not text or not text.isascii() or not text.isprintable():
             raise RegistryError(f"the token service of {reference.host} gave no token")
@@ -272,7 +272,7 @@ def _choose(builds: list[Descriptor], wanted: _Platform, reference: ImageReferen
 
 def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
     """Return the scheme and parameters of a challenge; prefer bearer to basic."""
-    text = text[:_LONGEST_CHALLENGE]
+    text = text[:_MAX_CHALLENGE_LENGTH]
     lowered = text.lower()
     start = lowered.find("bearer ")
     if start < 0:

@@ -30,7 +30,7 @@ MESSAGE_LIMIT = 50 * 1024 * 1024
 CONNECT_SECONDS = 20.0
 """Seconds until the engine's SETTINGS must have arrived on a new connection, as in gRPC."""
 _PREFIX = struct.Struct(">BI")
-_LONGEST_TIMEOUT = 10**8 - 1
+_MAX_TIMEOUT = 10**8 - 1
 """Maximum value of `grpc-timeout`, which has at most eight digits."""
 _STATUSES = {str(status.value[0]): status for status in StatusCode}
 _BY_HTTP_STATUS = {
@@ -145,8 +145,8 @@ class StreamCall(http2.Stream, Generic[Response]):
         """Send the request on a connection; `headers` are the encoded headers common to all calls."""
         if self._timeout is not None:
             limit = max(math.ceil(self._timeout * 1000), 1)
-            is_short = limit <= _LONGEST_TIMEOUT
-            text = f"{limit}m" if is_short else f"{min(limit // 1000, _LONGEST_TIMEOUT)}S"
+            is_short = limit <= _MAX_TIMEOUT
+            text = f"{limit}m" if is_short else f"{min(limit // 1000, _MAX_TIMEOUT)}S"
             headers += http2.encode_short("grpc-timeout", text)
         connection.open(self, headers, self._request)
 

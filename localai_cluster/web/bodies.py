@@ -26,11 +26,11 @@ from localai_cluster.web.wire import Receive
 
 FIRST_PART_BYTES = 16 * 1024
 """Bytes of a body that are read before its sender is authenticated."""
-MOST_HELD = 256 * 1024 * 1024
+MAX_HELD = 256 * 1024 * 1024
 """Maximum bytes of all bodies that one process holds while they arrive."""
 _DISCARD_SECONDS = 5.0
 """Seconds during which the rest of a body is read and dropped after the response."""
-_MOST_DISCARDED = 16 * 1024 * 1024
+_MAX_DISCARDED = 16 * 1024 * 1024
 
 
 def too_many_bodies() -> Unavailable:
@@ -64,7 +64,7 @@ class Budget:
         return self.held > self.limit
 
 
-shared_budget = Budget(MOST_HELD)
+shared_budget = Budget(MAX_HELD)
 """The budget of this web process."""
 
 
@@ -176,35 +176,35 @@ class Body:
 
     async def _discard(self) -> None:
         discarded = 0
-        while not self.is_complete and discarded < _MOST_DISCARDED:
+        while not self.is_complete and discarded < _MAX_DISCARDED:
             discarded += len((await self.receive()).get("body", b""))
 
 
-LARGEST_DJANGO_BODY = 1024 * 1024
+MAX_DJANGO_BODY_BYTES = 1024 * 1024
 """Maximum bytes of a body on most routes. A body far above a route's limit is read and dropped."""
 _BYTES_ABOVE_LIMIT = 64 * 1024
 """Bytes above the limit that are passed on, so that the route itself refuses the body."""
 ADMITTED_BYTES = 64 * 1024
 """Bytes of a body that are always admitted, because Django reads the body before it knows the caller."""
-MOST_HELD_BY_DJANGO = 64 * 1024 * 1024
+MAX_HELD_BY_DJANGO = 64 * 1024 * 1024
 """Maximum bytes of all larger bodies of one process together."""
 
 
 class BoundedBody:
     """ASGI middleware that limits the size of each body, and of all larger bodies together.
 
-    `larger` has the paths that accept more than `LARGEST_DJANGO_BODY`, with their limits. Raise Unavailable
+    `larger` has the paths that accept more than `MAX_DJANGO_BODY_BYTES`, with their limits. Raise Unavailable
     if the larger bodies together exceed their limit.
     """
 
     def __init__(self, application: Any, larger: Mapping[str, int]) -> None:
         self._application, self._larger = application, larger
-        self._budget = Budget(MOST_HELD_BY_DJANGO)
+        self._budget = Budget(MAX_HELD_BY_DJANGO)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the request on with a bounded body."""
         passed, counted, refused = 0, 0, False
-        most = self._larger.get(scope.get("path", ""), LARGEST_DJANGO_BODY) + _BYTES_ABOVE_LIMIT
+        most = self._larger.get(scope.get("path", ""), MAX_DJANGO_BODY_BYTES) + _BYTES_ABOVE_LIMIT
 
         async def bounded() -> Any:
             nonlocal passed, counted, refused

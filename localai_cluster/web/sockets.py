@@ -36,7 +36,7 @@ UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND, FAILED = 4401, 4403, 4404, 1011
 CHECK_EVERY = 15.0
 """Seconds between two checks of an open socket's principal, in case a wake-up is lost."""
 
-LONGEST_REASON = 120
+MAX_REASON_LENGTH = 120
 """Maximum bytes of the reason in a close frame."""
 
 _open: set["LiveSocket"] = set()
@@ -49,7 +49,7 @@ class Ended(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code = code
-        self.reason = reason.encode()[:LONGEST_REASON].decode(errors="ignore")
+        self.reason = reason.encode()[:MAX_REASON_LENGTH].decode(errors="ignore")
 
 
 def recheck_sockets(access_name: str = "") -> None:

@@ -11,7 +11,7 @@ successful attempt is taken back.
 
 The counts are in Valkey, so that all web processes share them. While Valkey is away each process counts for
 itself, which locks no address out and fails no request. A count lives for two minutes, and a process keeps
-the counts of at most `MOST_ADDRESSES`.
+the counts of at most `MAX_ADDRESSES`.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ SIGN_IN_LIMIT = 5
 """Maximum of wrong passwords per address and window (§5.4)."""
 WINDOW = 60
 """Seconds of a window. Windows follow each other without a gap and are the same for all addresses."""
-MOST_ADDRESSES = 10_000
+MAX_ADDRESSES = 10_000
 _OUTAGE_PAUSE_SECONDS = 5
 """Seconds during which Valkey is not used after it did not respond."""
 _TIMEOUT_SECONDS = 0.5
@@ -101,7 +101,7 @@ class Failures:
         count = self._add(address, now)
         self.log_failure(address, now)
         if count > self._limit:
-            if len(self._refused) >= MOST_ADDRESSES:
+            if len(self._refused) >= MAX_ADDRESSES:
                 self._refused.clear()
             self._refused[counter_key(address)] = _window(now)
         self._judge(count, now)
@@ -217,7 +217,7 @@ def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
 
     url = conf.cluster().redis_url
     common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _options()}) if url else None
-    return common, in_memory_counters(name, MOST_ADDRESSES)
+    return common, in_memory_counters(name, MAX_ADDRESSES)
 
 
 def _options() -> dict[str, Any]:

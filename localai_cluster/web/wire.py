@@ -28,7 +28,7 @@ MAX_BODY = 4 * 1024 * 1024
 Int64 = Annotated[int, msgspec.Meta(extra_json_schema={"format": "int64"})]
 T = TypeVar("T", bound=msgspec.Struct)
 
-_LONGEST_PROBLEM = 200
+_MAX_PROBLEM_LENGTH = 200
 
 
 class Disconnected(Exception):
@@ -270,7 +270,7 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
     except msgspec.ValidationError as error:
         # The problem may quote the request.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        raise field_error(path, problem[:_LONGEST_PROBLEM], _code_of(problem)) from error
+        raise field_error(path, problem[:_MAX_PROBLEM_LENGTH], _code_of(problem)) from error
 
 
 def parse_part(fields: Mapping[str, Any], kind: type[T], path: str) -> T:

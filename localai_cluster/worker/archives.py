@@ -32,16 +32,16 @@ import zstandard
 from localai_cluster.worker import source_files
 from localai_cluster.worker.source_files import CHUNK, SHUTDOWN_MESSAGE, BadSource, OnBytes, Stopped, Throttle
 
-MOST_BYTES = 64 * 1024**3
-MOST_ENTRIES = 100_000
-MOST_GLOBAL_HEADERS = 64 * 1024
+MAX_BYTES = 64 * 1024**3
+MAX_ENTRIES = 100_000
+MAX_GLOBAL_HEADERS = 64 * 1024
 """Maximum bytes of the extended headers that apply to all later entries."""
-LONGEST_HEADER = CHUNK
+MAX_HEADER_LENGTH = CHUNK
 """Maximum bytes of an extended header, since `tarfile` reads it into memory at once."""
-_LONGEST_PATH = 4096
-_MOST_HOPS = 40
+_MAX_PATH_LENGTH = 4096
+_MAX_HOPS = 40
 """Maximum number of links on the way to one path; the Linux kernel has the same limit."""
-_MOST_WINDOW = 128 * 1024 * 1024
+_MAX_WINDOW = 128 * 1024 * 1024
 """Maximum bytes of memory for a zstd stream; zstd's highest level needs this much."""
 _DATA_FILTER = getattr(tarfile, "data_filter", None)
 """`tarfile.data_filter`, which exists since Python 3.11.4; our own rules suffice without it."""
@@ -133,11 +133,11 @@ class _ForwardReader:
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= LONGEST_HEADER:
+        if not 0 <= size <= MAX_HEADER_LENGTH:
             raise BadSource("a header in the archive is too long")
         if self._header_bytes is not None:
             self._header_bytes += size
-            if self._header_bytes > 2 * LONGEST_HEADER:
+            if self._header_bytes > 2 * MAX_HEADER_LENGTH:
                 raise BadSource("the headers of an entry of the archive are too long")
         return self._take(size)
 
@@ -160,7 +160,7 @@ class _ForwardReader:
     def drain(self) -> None:
         """Read the remaining bytes of a packed file, so that its checksum is verified."""
         while self._size is None and self.read(CHUNK):
-            if self._position > 2 * MOST_BYTES:
+            if self._position > 2 * MAX_BYTES:
                 raise BadSource("the archive does not end")
 
 
@@ -192,7 +192,7 @@ def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         if entry is None:
             return
         tar.members = []  # type: ignore[attr-defined]
-        if sum(len(key) + len(value) for key, value in tar.pax_headers.items()) > MOST_GLOBAL_HEADERS:
+        if sum(len(key) + len(value) for key, value in tar.pax_headers.items()) > MAX_GLOBAL_HEADERS:
             raise BadSource("the global headers of the archive are too long")
         yield entry
 
@@ -204,7 +204,7 @@ def _unpacked_file(raw: IO[bytes]) -> IO[bytes]:
     if first.startswith(b"\x1f\x8b"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if first == b"\x28\xb5\x2f\xfd":
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
         return cast(IO[bytes], decompressor.stream_reader(raw, read_across_frames=True, closefd=False))
     return raw
 
@@ -237,10 +237,10 @@ class _Survey:
     def _count(self, size: int) -> None:
         self._entries += 1
         self._bytes += size
-        if self._bytes > MOST_BYTES:
-            raise BadSource(f"the archive unpacks to more than {MOST_BYTES} bytes")
-        if self._entries > MOST_ENTRIES:
-            raise BadSource(f"the archive has more than {MOST_ENTRIES} entries")
+        if self._bytes > MAX_BYTES:
+            raise BadSource(f"the archive unpacks to more than {MAX_BYTES} bytes")
+        if self._entries > MAX_ENTRIES:
+            raise BadSource(f"the archive has more than {MAX_ENTRIES} entries")
 
     def _merge(self, layer: int, number: int, entry: tarfile.TarInfo) -> None:
         path = self._real(PurePosixPath(entry.name))
@@ -303,7 +303,7 @@ class _Survey:
                 del names[-1], nodes[-1]
             else:
                 raise problem
-            if hops > _MOST_HOPS:
+            if hops > _MAX_HOPS:
                 raise problem
         return PurePosixPath(*names, path.name)
 
@@ -351,7 +351,7 @@ def _validate(entry: tarfile.TarInfo, is_image: bool) -> None:
     name, is_absolute_link = entry.name, entry.issym() and entry.linkname.startswith("/")
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()) or entry.issparse():
         raise BadSource(f"{name!r} in the archive is not a plain file, folder or link")
-    is_odd = any("\0" in text or len(text) > _LONGEST_PATH for text in (name, entry.linkname))
+    is_odd = any("\0" in text or len(text) > _MAX_PATH_LENGTH for text in (name, entry.linkname))
     if _escapes(name) or is_odd or entry.size < 0:
         raise BadSource(f"{name[:200]!r} in the archive is not a path inside it")
     if (entry.islnk() and _escapes(entry.linkname)) or (is_absolute_link and not is_image):

@@ -20,7 +20,7 @@ from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.registries.access import Access, default_config
 from localai_cluster.worker.gpu_drivers import Simulation, parse_simulation
 
-HIGHEST_PORT = 65535
+MAX_PORT = 65535
 _BOTH = "Set both, or neither to have the control plane give them."
 _GALLERIES = 'a JSON list such as [{"name":"local","url":"file:///srv/index.yaml"}]'
 _GPUS = "groups such as 2x24GiB, 1x24GiB+1x48GiB or 2x24GiB:6GiB"
@@ -60,7 +60,7 @@ class Config(WorkerSettings):
     @property
     def max_port(self) -> int:
         """Last port of the engines."""
-        return self.grpc_max_port if self.base_port <= self.grpc_max_port <= HIGHEST_PORT else HIGHEST_PORT
+        return self.grpc_max_port if self.base_port <= self.grpc_max_port <= MAX_PORT else MAX_PORT
 
     @property
     def http_bind(self) -> tuple[str, int]:

@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 CALL_LIMIT = 10.0
 ANSWER_LIMIT = 4 * 1024 * 1024
 """Maximum bytes of a response; a node with thousands of replicas needs less."""
-LONGEST_ID = 255
+MAX_ID_LENGTH = 255
 OPEN_LIMIT = 120.0
 """Maximum seconds until the headers of a file have arrived (worker.md §18.6)."""
-LONGEST_WAIT = 30.0
+MAX_WAIT = 30.0
 DOWNGRADE_PAUSE = 60.0
 """Seconds between two checks whether a server identifies nodes by their secrets again."""
 SECRET_HEADER = "X-LocalAI-Node-Secret"
@@ -150,7 +150,7 @@ class ControlPlane:
             lambda secret: self._call("POST", REGISTER, headers | {SECRET_HEADER: secret}, values)
         )
         node_id = _text(response.get("id")) if isinstance(response, dict) else ""
-        if not 0 < len(node_id) <= LONGEST_ID:
+        if not 0 < len(node_id) <= MAX_ID_LENGTH:
             raise CallFailed("the control plane answered the registration without a node id")
         await self._check_kind(kind := await self._kind_of(response))
         bus = {name: _text(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
@@ -389,4 +389,4 @@ def _wait(response: httpx.Response) -> float:
     The result is at most 30 s, so that the node does not go offline.
     """
     text = response.headers.get("retry-after", "").strip()
-    return min(float(text), LONGEST_WAIT) if text.isascii() and text.isdigit() else 0.0
+    return min(float(text), MAX_WAIT) if text.isascii() and text.isdigit() else 0.0

@@ -52,7 +52,7 @@ HEADERS_LIMIT = 120.0
 """Seconds until the headers of a response must have arrived."""
 STALL_LIMIT = 60.0
 """Seconds without a byte of the body after which a response counts as stalled."""
-MOST_BYTES = 64 * 1024**3
+MAX_BYTES = 64 * 1024**3
 """Maximum bytes of an archive, packed or unpacked."""
 RETRY_PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
 """Seconds before each retry. After an attempt that received a mebibyte, the list starts again."""
@@ -208,10 +208,10 @@ class Downloads:
             writing.set_result(None)
             try:
                 async for piece in read_pieces(answer.aiter_raw(), self._throttle.piece, STALL_LIMIT):
-                    if offset + len(piece) > (archive.size or MOST_BYTES):
+                    if offset + len(piece) > (archive.size or MAX_BYTES):
                         await wait_for_thread(writing)
                         archive.partial.unlink(missing_ok=True)
-                        raise DownloadFailed(f"longer than {archive.size or MOST_BYTES} bytes")
+                        raise DownloadFailed(f"longer than {archive.size or MAX_BYTES} bytes")
                     await wait_for_thread(writing)
                     writing = asyncio.ensure_future(asyncio.to_thread(_write, archive, file, digest, piece))
                     offset += len(piece)
@@ -290,8 +290,8 @@ def _response_range(answer: httpx.Response, offset: int) -> _Range | None:
 
 
 def _check_disk_space(partial: Path, offset: int, total: int) -> None:
-    if total > MOST_BYTES:
-        raise BadSource(f"{total} bytes are more than the {MOST_BYTES} that an archive may have")
+    if total > MAX_BYTES:
+        raise BadSource(f"{total} bytes are more than the {MAX_BYTES} that an archive may have")
     check_free_space(partial.parent, max(total - offset, 0))
 
 
@@ -392,8 +392,8 @@ class Images:
         image = await self._image(reference)
         layers = list(dict.fromkeys(image.layers))
         total = sum(layer.size for layer in layers)
-        if total > MOST_BYTES:
-            raise RegistryError(f"{reference} has more than {MOST_BYTES} bytes")
+        if total > MAX_BYTES:
+            raise RegistryError(f"{reference} has more than {MAX_BYTES} bytes")
         log.info("%s is %s: %d layers, %d bytes", reference, image.digest, len(layers), total)
         archives = {layer.digest: self._archive(reference, layer, backend) for layer in layers}
         try:

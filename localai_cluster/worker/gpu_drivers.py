@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 MAX_GPUS = 64
 """Maximum number of GPUs that are read."""
-LONGEST_NAME, LONGEST_UUID, LONGEST_DRIVER = 128, 96, 48
+MAX_NAME_LENGTH, MAX_UUID_LENGTH, MAX_DRIVER_LENGTH = 128, 96, 48
 GIB = 2**30
 _REPORTED_FIELDS = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
 _REPORTED_IF_KNOWN = ("temperature", "power", "power_limit", "ecc_errors", "driver")
@@ -114,7 +114,7 @@ class Nvml:
             raise
 
     def _driver(self) -> str:
-        version = _text(self._query(self._library.nvmlSystemGetDriverVersion), LONGEST_DRIVER)
+        version = _text(self._query(self._library.nvmlSystemGetDriverVersion), MAX_DRIVER_LENGTH)
         cuda = self._query(self._library.nvmlSystemGetCudaDriverVersion)
         return f"{version}, CUDA {cuda // 1000}.{cuda % 1000 // 10}" if version and cuda else version
 
@@ -132,8 +132,8 @@ class Nvml:
         rates = self._query(library.nvmlDeviceGetUtilizationRates, handle)
         return Gpu(
             index=index,
-            uuid=_text(self._query(library.nvmlDeviceGetUUID, handle), LONGEST_UUID),
-            name=_text(self._query(library.nvmlDeviceGetName, handle), LONGEST_NAME),
+            uuid=_text(self._query(library.nvmlDeviceGetUUID, handle), MAX_UUID_LENGTH),
+            name=_text(self._query(library.nvmlDeviceGetName, handle), MAX_NAME_LENGTH),
             total_vram=int(memory.total),
             free_vram=min(int(memory.free), int(memory.total)),
             utilization=None if rates is None else min(int(rates.gpu), 100),
@@ -240,7 +240,7 @@ class AmdGpus(SysfsGpus):
         return Gpu(
             index=index,
             uuid=f"{_AMD_ID}{unique_id}" if _UNIQUE_ID.match(unique_id) else "",
-            name=_text(_sysfs(device / "product_name") or "AMD GPU", LONGEST_NAME),
+            name=_text(_sysfs(device / "product_name") or "AMD GPU", MAX_NAME_LENGTH),
             total_vram=total,
             free_vram=max(total - used, 0),
             utilization=None if busy is None else min(busy, 100),
@@ -248,7 +248,7 @@ class AmdGpus(SysfsGpus):
             temperature=_scaled(_sensor(device, "temp1_input"), 1000),
             power=_scaled(_sensor(device, "power1_average") or _sensor(device, "power1_input"), 1_000_000),
             power_limit=_scaled(_sensor(device, "power1_cap"), 1_000_000),
-            driver=_text(_sysfs(Path("/sys/module/amdgpu/version")), LONGEST_DRIVER),
+            driver=_text(_sysfs(Path("/sys/module/amdgpu/version")), MAX_DRIVER_LENGTH),
             processes=self._processes(unique_id),
         )
 

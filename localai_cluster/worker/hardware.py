@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 READ_LIMIT = 5.0
 """Maximum seconds to read all GPUs."""
-LONGEST_FACT = 128
+MAX_FACT_LENGTH = 128
 
 
 class GpuReader:
@@ -222,7 +222,7 @@ def _os_name() -> str:
     if platform.system() == "Darwin":
         return f"macOS {platform.mac_ver()[0]}"
     try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"][:LONGEST_FACT]
+        return platform.freedesktop_os_release()["PRETTY_NAME"][:MAX_FACT_LENGTH]
     except (OSError, KeyError, ValueError):
         return platform.system()
 
@@ -233,7 +233,7 @@ def _cpu_name() -> str:
         for line in file:
             key, _, value = line.partition(":")
             if key.strip() == "model name":
-                return value.strip()[:LONGEST_FACT]
+                return value.strip()[:MAX_FACT_LENGTH]
     return platform.processor() or platform.machine()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from localai_cluster.kit.addresses import split_host_port
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.worker.config import HIGHEST_PORT, Config, refuse
+from localai_cluster.worker.config import MAX_PORT, Config, refuse
 
 QUARANTINE_SECONDS = 15.0
 """Seconds after its release for which a port is not used."""
@@ -142,7 +142,7 @@ class _Occupied(Exception):
 def _bases(first: int, stored_base: int) -> Iterator[int]:
     if stored_base:
         yield stored_base
-    yield from range(first, HIGHEST_PORT - BLOCK, BLOCK)
+    yield from range(first, MAX_PORT - BLOCK, BLOCK)
 
 
 def _with_block(config: Config, base: int) -> Config:
@@ -181,7 +181,7 @@ def _read_note(folder: Path) -> int:
     """Return the first port of the stored block; 0 if there is no valid one."""
     with contextlib.suppress(OSError, ValueError):
         base = int((folder / BLOCK_FILE).read_text(encoding="utf-8"))
-        if 1 < base <= HIGHEST_PORT - BLOCK:
+        if 1 < base <= MAX_PORT - BLOCK:
             return base
     return 0
 

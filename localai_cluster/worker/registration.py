@@ -35,7 +35,7 @@ from localai_cluster.worker.hardware import Figures, Gpus, system_facts
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 100
-FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
+FIRST_PAUSE, MAX_PAUSE = 2.0, 30.0
 SLOTS_LABEL = "node.replica-slots"
 
 
@@ -82,7 +82,7 @@ def running_processes(engines: Iterable[Engine], host: str) -> list[dict[str, st
 def pauses() -> Iterator[float]:
     """Yield the seconds before each retry: 2, 4, 8, 16, 30, 30 …"""
     for failures in range(1, ATTEMPTS):
-        yield backoff.delay(failures, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+        yield backoff.delay(failures, first=FIRST_PAUSE, longest=MAX_PAUSE)
 
 
 async def register(

@@ -34,8 +34,8 @@ from nodes.registry import actions, bulk, lifecycle, resources
 from nodes.registry.actions import Action
 from nodes.registry.change import lock_node
 from nodes.registry.overrides import (
-    LARGEST_CAP,
-    LONGEST_BUDGET,
+    MAX_BUDGET_LENGTH,
+    MAX_CAP,
     reset_replica_cap,
     reset_vram_budget,
     set_disk_quota,
@@ -99,18 +99,18 @@ class NodeForm(NodeModelForm):
 
     override_cap = forms.BooleanField(required=False, label="Override maximum replicas")
     cap = forms.IntegerField(
-        required=False, min_value=1, max_value=LARGEST_CAP, label="Maximum replicas per model"
+        required=False, min_value=1, max_value=MAX_CAP, label="Maximum replicas per model"
     )
     override_budget = forms.BooleanField(required=False, label="Override VRAM budget")
     budget = forms.CharField(
         required=False,
-        max_length=LONGEST_BUDGET,
+        max_length=MAX_BUDGET_LENGTH,
         label="VRAM budget",
         help_text="For example 80%, 20GiB or a number of bytes. Leave empty for unlimited.",
     )
     quota = forms.CharField(
         required=False,
-        max_length=LONGEST_BUDGET,
+        max_length=MAX_BUDGET_LENGTH,
         label="Disk quota for models",
         help_text="For example 200GB, 80% of the disk or a number of bytes. Leave empty for none.",
     )
@@ -204,7 +204,7 @@ class DecisionForm(forms.Form):
 
     reason = forms.CharField(
         required=False,
-        max_length=actions.LONGEST_REASON,
+        max_length=actions.MAX_REASON_LENGTH,
         help_text="Shown on the node's page and in its timeline.",
     )
 

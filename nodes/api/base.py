@@ -18,7 +18,7 @@ from nodes.models import BackendNode
 from nodes.registry import listing
 
 Schema = dict[str, Any]
-MOST_REVISION = 2**31 - 1
+MAX_REVISION = 2**31 - 1
 JOB_ID = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 NODE_ID = "5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11"
 MOMENT = "2026-08-22T09:15:04.120394Z"
@@ -48,7 +48,7 @@ def edit_arguments(request: Request) -> dict[str, Any]:
 
     The revision is None if the request names none (UW35). Raises InvalidInput for an invalid revision.
     """
-    revision = listing.Parameters(request.query_params, "revision").number("revision", 0, MOST_REVISION)
+    revision = listing.Parameters(request.query_params, "revision").number("revision", 0, MAX_REVISION)
     return {"actor": actor_of(request), "now": clock.now(), "revision": revision}
 
 
@@ -76,7 +76,7 @@ def response_header(name: str, kind: Any, meaning: str, **options: Any) -> OpenA
 
 
 _PAGE_PARAMETERS = [
-    query_parameter("limit", integer_schema(1, listing.MOST_A_PAGE), "How many at most."),
+    query_parameter("limit", integer_schema(1, listing.MAX_PAGE_SIZE), "How many at most."),
     query_parameter("offset", integer_schema(0, listing.FARTHEST), "How many to leave out at the beginning."),
 ]
 _PAGE_HEADERS = [
@@ -85,7 +85,7 @@ _PAGE_HEADERS = [
 ]
 REVISION = query_parameter(
     "revision",
-    integer_schema(0, MOST_REVISION),
+    integer_schema(0, MAX_REVISION),
     "The node's revision that the caller has seen: 409 (field `revision`) if it has moved since.",
 )
 

@@ -25,8 +25,8 @@ from nodes.api.waves import WaveOptionsSerializer, add_wave_options
 from nodes.backends import admission
 from nodes.backends.backend_requests import INSTALL, RequestScope, chosen_nodes
 from nodes.registry import bulk
-from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
-from operations.api.serializers import MOST_NODES, job_fields, requester_of
+from nodes.registry.labels import MAX_KEY_LENGTH, MAX_LABELS, MAX_VALUE_LENGTH, check_labels
+from operations.api.serializers import MAX_NODES, job_fields, requester_of
 
 _KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
 """Kinds of operations over many nodes by verb."""
@@ -37,7 +37,7 @@ _RESPONSES = {
 
 
 def _node_ids() -> serializers.ListField:
-    return serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_NODES)
+    return serializers.ListField(child=NodeIds(), min_length=1, max_length=MAX_NODES)
 
 
 class BulkInstallSerializer(InstallSerializer):
@@ -54,13 +54,13 @@ class BulkSerializer(DrainRequestSerializer):
     ids = _node_ids()
     fingerprints = serializers.DictField(child=Fingerprints(), required=False)
     labels = serializers.DictField(
-        child=serializers.CharField(allow_blank=True, max_length=LONGEST_VALUE, trim_whitespace=False),
+        child=serializers.CharField(allow_blank=True, max_length=MAX_VALUE_LENGTH, trim_whitespace=False),
         required=False,
     )
     remove_labels = serializers.ListField(
-        child=serializers.CharField(max_length=LONGEST_KEY, trim_whitespace=False),
+        child=serializers.CharField(max_length=MAX_KEY_LENGTH, trim_whitespace=False),
         required=False,
-        max_length=MOST_LABELS,
+        max_length=MAX_LABELS,
     )
 
     @classmethod

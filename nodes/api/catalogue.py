@@ -19,11 +19,11 @@ from localai_cluster.web.openapi import extend_schema, flat_refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import JOB_ID, NODE_ID, enum_schema, query_parameter, response_example
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
-from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
 
 INVENTORY_MAX_AGE = 300.0
 """Seconds after which a request for the catalogue refreshes a node's inventory."""
-MOST_ITEMS, USUAL_ITEMS = 9999, 9
+MAX_ITEMS, DEFAULT_ITEMS = 9999, 9
 SORTS = ("name", "repository", "license", "status")
 DIRECTIONS = ("asc", "desc")
 
@@ -66,7 +66,7 @@ CATALOGUE = Shape(
         field("preferDevelopmentBackends", FLAG),
     ],
 )
-_SEARCH = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
+_SEARCH = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
 _PARAMETERS = [
     query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
     query_parameter("tag", _SEARCH, "Only entries with this tag."),
@@ -75,7 +75,7 @@ _PARAMETERS = [
     ),
     query_parameter(
         "items",
-        {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": USUAL_ITEMS},
+        {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
         "Entries on a page.",
     ),
     query_parameter(
@@ -186,10 +186,10 @@ def parse_query(request: Request) -> CatalogueQuery:
     """Parse the query parameters. Raise InvalidInput with the name of a wrong one."""
     parameters = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
     return CatalogueQuery(
-        term=parameters.text("term", LONGEST_SEARCH).casefold(),
-        tag=parameters.text("tag", LONGEST_SEARCH).casefold(),
+        term=parameters.text("term", MAX_SEARCH_LENGTH).casefold(),
+        tag=parameters.text("tag", MAX_SEARCH_LENGTH).casefold(),
         page=parameters.number("page", 1, FARTHEST) or 1,
-        items=parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS,
+        items=parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS,
         sort=parameters.choice("sort", SORTS),
         descending=parameters.choice("order", DIRECTIONS) == "desc",
     )

@@ -52,7 +52,7 @@ from operations.api.serializers import STARTED, NodesSerializer, requester_of, s
 from operations.ledger.admission import Admission
 from operations.models import Status
 
-MOST_BACKENDS = 200
+MAX_BACKENDS = 200
 """Maximum number of backends in one request to `/api/backends/changes`."""
 
 
@@ -289,7 +289,7 @@ class BackendChangesSerializer(NullIsAbsent):
     """One change of several backends; `waves` is for upgrades."""
 
     verb = serializers.ChoiceField(choices=list(_CHANGES))
-    backends = serializers.ListField(child=BackendChangeSerializer(), min_length=1, max_length=MOST_BACKENDS)
+    backends = serializers.ListField(child=BackendChangeSerializer(), min_length=1, max_length=MAX_BACKENDS)
     waves = WaveOptionsSerializer(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from nodes.models import DefinitionRevision, ModelDefinition
 
 _QUERY = re.compile(r"[?#].*", re.DOTALL)
 """Query and fragment of a URL, which may contain a key."""
-MOST_FILES = 1000
+MAX_FILES = 1000
 """Maximum number of files listed for one definition."""
 
 
@@ -195,7 +195,7 @@ def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem
             if path in at_source and not problem
             else "",
         )
-        for path in sorted({*present, *absent})[:MOST_FILES]
+        for path in sorted({*present, *absent})[:MAX_FILES]
     ]
 
 

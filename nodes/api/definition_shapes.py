@@ -8,7 +8,7 @@ from localai_cluster.kit import names
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, TIME, UUID, Shape, count, field
 from nodes.api.base import enum_schema
-from nodes.api.models import LONGEST_MODEL, check_model_name
+from nodes.api.models import MAX_MODEL_LENGTH, check_model_name
 from nodes.definitions import store
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.loading.reason_shapes import FIT
@@ -193,7 +193,7 @@ SUMMARY_EXAMPLE = {
 
 
 class _Reason(NullIsAbsent):
-    reason = Text(max_length=store.LONGEST_REASON, required=False)
+    reason = Text(max_length=store.MAX_REASON_LENGTH, required=False)
 
     def validate_reason(self, reason: str | None) -> str | None:
         names.check_text(reason or "", "reason")
@@ -204,7 +204,7 @@ class DefinitionCreateSerializer(_Reason):
     """The text of a new definition; `name` replaces that of the text."""
 
     text = Text(max_length=MAX_FILE_BYTES)
-    name = Text(max_length=LONGEST_MODEL, required=False)
+    name = Text(max_length=MAX_MODEL_LENGTH, required=False)
 
     def validate_name(self, name: str | None) -> str | None:
         return None if name is None else check_model_name(name)
@@ -238,7 +238,7 @@ class DefinitionPreviewSerializer(DefinitionCreateSerializer, DefinitionEditSeri
 class DefinitionCloneSerializer(_Reason):
     """The name of the copy."""
 
-    name = Text(max_length=LONGEST_MODEL)
+    name = Text(max_length=MAX_MODEL_LENGTH)
 
     def validate_name(self, name: str) -> str:
         return check_model_name(name)

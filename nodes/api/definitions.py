@@ -50,11 +50,11 @@ from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading import definition_preview, definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
-from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
 from operations.api.serializers import job_fields, requester_of
 
-MOST_ITEMS, USUAL_ITEMS = 1000, 100
-MOST_REVISIONS, USUAL_REVISIONS = 50, 20
+MAX_ITEMS, DEFAULT_ITEMS = 1000, 100
+MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
 """Maximum and default number of revisions on a page. Each revision has its diff."""
 _MODEL = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
@@ -98,7 +98,7 @@ class DefinitionsView(_DefinitionRoute):
             query_parameter("origin", ORIGIN, "Where it comes from."),
             query_parameter("state", STATE, "Its state."),
             query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
-            query_parameter("items", integer_schema(1, MOST_ITEMS, USUAL_ITEMS), "Definitions on a page."),
+            query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
         ],
         responses={200: DEFINITIONS.ref, **flat_refusals(400)},
         examples=[
@@ -107,7 +107,7 @@ class DefinitionsView(_DefinitionRoute):
                     "definitions": [SUMMARY_EXAMPLE],
                     "total": 1,
                     "page": 1,
-                    "items": USUAL_ITEMS,
+                    "items": DEFAULT_ITEMS,
                     "unusable": [
                         {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
                     ],
@@ -118,10 +118,10 @@ class DefinitionsView(_DefinitionRoute):
     def get(self, request: Request) -> Response:
         """Those of files and stored ones, by name, in a constant number of queries."""
         parameters = Parameters(request.query_params, "term", "origin", "state", "page", "items")
-        term = parameters.text("term", LONGEST_SEARCH).casefold()
+        term = parameters.text("term", MAX_SEARCH_LENGTH).casefold()
         origin, state = parameters.choice("origin", ORIGINS), parameters.choice("state", STATES)
         page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS
+        items = parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS
         entries = [
             entry
             for entry in definition_entries.read_entries()
@@ -374,7 +374,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
             _MODEL,
             query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
             query_parameter(
-                "items", integer_schema(1, MOST_REVISIONS, USUAL_REVISIONS), "Revisions on a page."
+                "items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."
             ),
         ],
         responses={200: REVISIONS.ref, **flat_refusals(400, 404)},
@@ -393,7 +393,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
                     ],
                     "total": 1,
                     "page": 1,
-                    "items": USUAL_REVISIONS,
+                    "items": DEFAULT_REVISIONS,
                 }
             )
         ],
@@ -402,7 +402,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
         """Who changed what, when and why, the newest first; none for a model that a file defines."""
         parameters = Parameters(request.query_params, "page", "items")
         page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MOST_REVISIONS) or USUAL_REVISIONS
+        items = parameters.number("items", 1, MAX_REVISIONS) or DEFAULT_REVISIONS
         revisions = store.revisions_of(name)
         total = revisions.count()
         if not total:

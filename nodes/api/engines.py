@@ -38,7 +38,7 @@ from nodes.api.base import (
     text_schema,
 )
 from nodes.api.models import (
-    LONGEST_MODEL,
+    MAX_MODEL_LENGTH,
     UNLOAD_MESSAGES,
     WAIT_FOR_END,
     UnloadModelSerializer,
@@ -64,9 +64,9 @@ from operations.models import Operation, Status
 
 STATUS_TIMEOUT = 5.0
 """Seconds within which an engine must report its status."""
-MOST_REPLICAS = 256
+MAX_REPLICAS = 256
 """Maximum number of a model's engines that one request queries."""
-MOST_REQUESTED = 64
+MAX_REQUESTED = 64
 """Maximum number of replicas that one request loads."""
 MODEL_LOADED = Shape(
     "ModelLoaded",
@@ -124,7 +124,7 @@ class BackendModelSerializer(UnloadModelSerializer):
     """The name of a model, in the reference's field."""
 
     model_name = None  # type: ignore[assignment]
-    model = Text(max_length=LONGEST_MODEL)
+    model = Text(max_length=MAX_MODEL_LENGTH)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class BackendModelSerializer(UnloadModelSerializer):
 class LoadModelSerializer(BackendModelSerializer):
     """A model to load, optionally with replicas to add and a node; by default one replica is enough."""
 
-    replicas = Whole(required=False, min_value=1, max_value=MOST_REQUESTED)
+    replicas = Whole(required=False, min_value=1, max_value=MAX_REQUESTED)
     node_id = Text(required=False, max_length=64)
 
 
@@ -245,13 +245,13 @@ class MonitorView(APIView):
         operation_id="backend_monitor",
         summary="Show a model's engines",
         tags=["nodes"],
-        parameters=[query_parameter("model", text_schema(LONGEST_MODEL), "Which model.", required=True)],
+        parameters=[query_parameter("model", text_schema(MAX_MODEL_LENGTH), "Which model.", required=True)],
         responses={200: MONITOR.ref, **refusals(400, 401, 403, 404, 502)},
         examples=[response_example(_MONITOR_EXAMPLE)],
     )
     def get(self, request: Request) -> Response:
         """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
-        model = Parameters(request.query_params, "model").text("model", LONGEST_MODEL)
+        model = Parameters(request.query_params, "model").text("model", MAX_MODEL_LENGTH)
         if not model:
             raise errors.InvalidInput("model is required", field="model")
         engines = _find_engines(model)
@@ -277,7 +277,7 @@ class _Engine:
 def _find_engines(model: str) -> list[_Engine]:
     rows = NodeModel.objects.of(model).loaded().order_by("node__name", "replica_index")
     columns = ("node_id", "node__name", "replica_index", "in_flight", "address", "node__engine_token")
-    return [_Engine(*row) for row in rows.values_list(*columns)[:MOST_REPLICAS]]
+    return [_Engine(*row) for row in rows.values_list(*columns)[:MAX_REPLICAS]]
 
 
 async def _read_statuses(engines: Sequence[_Engine]) -> list[dict[str, Any]]:
@@ -404,8 +404,8 @@ class LogLinesView(NodeView):
 
         Empty for a model that the worker does not know.
         """
-        if len(model) > worker_logs.LONGEST_NAME:
-            raise errors.InvalidInput(f"the model's name is over {worker_logs.LONGEST_NAME} characters")
+        if len(model) > worker_logs.MAX_NAME_LENGTH:
+            raise errors.InvalidInput(f"the model's name is over {worker_logs.MAX_NAME_LENGTH} characters")
         return Response(_read_from_worker(node_id, worker_logs.lines, model))
 
 

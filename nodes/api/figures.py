@@ -29,8 +29,8 @@ from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import listing
 
 STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
-USUAL_POINTS, MOST_POINTS = 400, 1500
-MOST_EVENTS = 100
+DEFAULT_POINTS, MAX_POINTS = 400, 1500
+MAX_EVENTS = 100
 SCOPES = ("cluster", "node", "model")
 MAX_AGE = 366 * DAY
 _RETENTION_BY_STEP = {10: store.SAMPLES.kept, 60: store.HOURS.kept, 3600: store.DAYS.kept}
@@ -97,7 +97,7 @@ FIGURES = Shape(
         field(
             "events",
             FIGURE_EVENT.many,
-            f"The last {MOST_EVENTS} of these nodes in that time, the oldest first.",
+            f"The last {MAX_EVENTS} of these nodes in that time, the oldest first.",
         ),
     ],
 )
@@ -131,8 +131,8 @@ class FiguresView(NodeView):
             query_parameter(
                 "step",
                 {"type": "integer", "enum": list(STEPS)},
-                f"Seconds; at most {MOST_POINTS} steps. Unless given, the least that is kept for the time and"
-                f" has at most {USUAL_POINTS} steps.",
+                f"Seconds; at most {MAX_POINTS} steps. Unless given, the least that is kept for the time and"
+                f" has at most {DEFAULT_POINTS} steps.",
             ),
         ],
         responses={200: FIGURES.ref, **refusals(400, 401, 403, 404)},
@@ -192,8 +192,8 @@ def _parse_span(parameters: listing.Parameters, now: datetime) -> Span:
     step = timedelta(seconds=seconds)
     first = series.floor_to_step(start, step)
     span = Span(first, step, -((first - end) // step))
-    if span.count > MOST_POINTS:
-        raise errors.InvalidInput(f"step: more than {MOST_POINTS} steps; choose a longer one", field="step")
+    if span.count > MAX_POINTS:
+        raise errors.InvalidInput(f"step: more than {MAX_POINTS} steps; choose a longer one", field="step")
     return span
 
 
@@ -203,7 +203,9 @@ def _retention_of(step: int) -> timedelta:
 
 
 def _default_step(length: timedelta, age: timedelta) -> int:
-    usual = (step for step in STEPS if length <= USUAL_POINTS * step * SECOND and age <= _retention_of(step))
+    usual = (
+        step for step in STEPS if length <= DEFAULT_POINTS * step * SECOND and age <= _retention_of(step)
+    )
     return next(usual, STEPS[-1])
 
 
@@ -240,7 +242,7 @@ def _event_rows(node_id: UUID | None, span: Span) -> list[Row]:
     rows = NodeEvent.objects.filter(at__gte=span.start, at__lt=span.end).order_by("-id")
     if node_id is not None:
         rows = rows.filter(node_id=node_id)
-    return FIGURE_EVENT.rows(rows[:MOST_EVENTS])[::-1]
+    return FIGURE_EVENT.rows(rows[:MAX_EVENTS])[::-1]
 
 
 def last_minute(now: datetime) -> Span:
@@ -271,7 +273,7 @@ TRAFFIC = Shape(
     "Requests for inference in the last minute that all web processes have reported.",
     _RATE_FIELDS,
 )
-MOST_RATED = 2000
+MAX_RATED = 2000
 """Maximum number of models in one response."""
 RATE = Shape(
     "ModelRate",
@@ -279,7 +281,7 @@ RATE = Shape(
     [field("name", TEXT), *_RATE_FIELDS],
 )
 RATES = Shape(
-    "ModelRates", "The models that have replicas.", [field("models", RATE.many, f"At most {MOST_RATED}.")]
+    "ModelRates", "The models that have replicas.", [field("models", RATE.many, f"At most {MAX_RATED}.")]
 )
 
 
@@ -310,7 +312,7 @@ class ModelRatesView(NodeView):
     def get(self, request: Request) -> Response:
         """The requests of each model with a replica over the last minute, in a constant number of queries."""
         names = NodeModel.objects.order_by("model_name").values_list("model_name", flat=True).distinct()
-        subjects = {series.MODEL_PREFIX + name: name for name in names[:MOST_RATED]}
+        subjects = {series.MODEL_PREFIX + name: name for name in names[:MAX_RATED]}
         columns = store.read(list(subjects), last_minute(clock.now())) if subjects else {}
         models = [RATE.of(name=subjects[subject], **rate_fields(columns[subject])) for subject in columns]
         return Response(RATES.of(models=models))

@@ -273,7 +273,7 @@ HEARTBEAT: Operation = {
                     "ended_processes": {
                         "type": "array",
                         "nullable": True,
-                        "maxItems": heartbeats.MOST_ENDED,
+                        "maxItems": heartbeats.MAX_ENDED,
                         "description": "Engines that have ended by themselves. Their replicas are removed as"
                         " soon as the worker confirms that it does not run them.",
                         "items": _GONE_OPERATION,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # the framework's views import this module while they are bei
     from rest_framework.views import APIView
 
 
-USUAL_PAGE = 100
+DEFAULT_PAGE_SIZE = 100
 JOIN_TOKEN_STATE = Named(
     "JoinTokenState", {"type": "string", "enum": [state.value for state in joining.TokenState]}
 )
@@ -106,9 +106,9 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
     """For how long, for how many nodes, and what for."""
 
     lifetime_seconds = Whole(required=False, min_value=joining.SHORTEST, max_value=joining.LONGEST)
-    uses = Whole(required=False, min_value=1, max_value=joining.MOST_USES)
-    note = Text(required=False, max_length=joining.LONGEST_NOTE)
-    url = Text(required=False, max_length=addresses.LONGEST_URL)
+    uses = Whole(required=False, min_value=1, max_value=joining.MAX_USES)
+    note = Text(required=False, max_length=joining.MAX_NOTE_LENGTH)
+    url = Text(required=False, max_length=addresses.MAX_URL_LENGTH)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class JoinTokensView(NodeView):
     )
     def get(self, request: Request) -> Response:
         """Newest first; never the tokens themselves. Expired ones stay for the event retention."""
-        page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), USUAL_PAGE)
+        page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), DEFAULT_PAGE_SIZE)
         tokens = JoinToken.objects.all()
         rows = token_rows(tokens[page.part], clock.now())
         return Response(rows, headers=page.headers(request, tokens.count()))

@@ -30,7 +30,7 @@ from nodes.replicas.unload_requests import UnloadRequest
 from operations.api.serializers import requester_of
 from operations.ledger.admission import Admission, Requester
 
-MOST_DAYS, MOST_BYTES = 36_500, 2**60
+MAX_DAYS, MAX_BYTES = 36_500, 2**60
 CONTROL_PLANE = "control plane"
 FILE = Shape(
     "UnusedFile",
@@ -113,10 +113,10 @@ class RemovalSerializer(NullIsAbsent):
         child=Text(max_length=1024),
         required=False,
         min_length=1,
-        max_length=unused_files.MOST_REMOVED,
+        max_length=unused_files.MAX_REMOVED,
     )
-    older_than_days = Whole(required=False, min_value=0, max_value=MOST_DAYS)
-    bytes_needed = Whole(required=False, min_value=1, max_value=MOST_BYTES)
+    older_than_days = Whole(required=False, min_value=0, max_value=MAX_DAYS)
+    bytes_needed = Whole(required=False, min_value=1, max_value=MAX_BYTES)
 
 
 class RemoveFilesView(APIView):

@@ -35,16 +35,16 @@ from localai_cluster.web.shapes import (
 )
 from nodes.api.base import JOB_ID, query_parameter, request_example, response_example
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
-from nodes.api.models import LONGEST_MODEL
+from nodes.api.models import MAX_MODEL_LENGTH
 from nodes.api.sources import import_message, start_import
-from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
 from operations.api.serializers import STARTED, job_fields
 from operations.ledger.admission import Admission
 
-MOST_ITEMS, USUAL_ITEMS = 9999, 21
-MOST_CONTEXTS = 16
+MAX_ITEMS, DEFAULT_ITEMS = 9999, 21
+MAX_CONTEXTS = 16
 _CONTEXT = 8192
 AVAILABLE_MODEL = Shape(
     "AvailableModel",
@@ -195,17 +195,17 @@ class ApplyModelSerializer(NullIsAbsent):
     id = Text(max_length=300, required=False)
     url = Text(max_length=2048, required=False)
     config_url = Text(max_length=2048, required=False, help_text="The same as `url`.")
-    name = Text(max_length=LONGEST_MODEL, required=False)
+    name = Text(max_length=MAX_MODEL_LENGTH, required=False)
     overrides = serializers.DictField(required=False)
     files = serializers.ListField(
-        child=ModelFileSerializer(), required=False, max_length=gallery_index.MOST_TEXTS
+        child=ModelFileSerializer(), required=False, max_length=gallery_index.MAX_TEXTS
     )
 
 
 class PreferencesSerializer(NullIsAbsent):
     """Wishes for an import; others are ignored."""
 
-    name = Text(max_length=LONGEST_MODEL, required=False)
+    name = Text(max_length=MAX_MODEL_LENGTH, required=False)
     quantizations = Text(max_length=1024, required=False, help_text="With commas; the first counts.")
 
 
@@ -353,14 +353,14 @@ class EstimateView(_GalleryView):
 
 def _parse_contexts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()] or [str(_CONTEXT)]
-    if len(parts) > MOST_CONTEXTS or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
+    if len(parts) > MAX_CONTEXTS or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
         raise errors.InvalidInput(
-            f"contexts must be at most {MOST_CONTEXTS} numbers of tokens", field="contexts"
+            f"contexts must be at most {MAX_CONTEXTS} numbers of tokens", field="contexts"
         )
     return [int(part) for part in parts]
 
 
-_TEXT = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
+_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
 
 
 class ModelsView(_GalleryView):
@@ -375,7 +375,7 @@ class ModelsView(_GalleryView):
             query_parameter("tag", _TEXT, "Only entries with this tag."),
             query_parameter("backend", _TEXT, "Only entries that state this backend."),
             query_parameter("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST}, "Which page."),
-            query_parameter("items", {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "On a page."),
+            query_parameter("items", {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS}, "On a page."),
             query_parameter("sort", {"type": "string", "enum": list(SORTS)}, "The order."),
             query_parameter(
                 "order", {"type": "string", "enum": list(DIRECTIONS)}, "The direction of the order."
@@ -388,10 +388,10 @@ class ModelsView(_GalleryView):
             request.query_params, "term", "tag", "backend", "page", "items", "sort", "order"
         )
         wanted = {
-            name: parameters.text(name, LONGEST_SEARCH).casefold() for name in ("term", "tag", "backend")
+            name: parameters.text(name, MAX_SEARCH_LENGTH).casefold() for name in ("term", "tag", "backend")
         }
         page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS
+        items = parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS
         sort, order = parameters.choice("sort", SORTS), parameters.choice("order", DIRECTIONS)
         entries, installed = catalogue.readable_offer().builds, catalogue.installed_names()
         jobs = catalogue.active_imports()

@@ -169,8 +169,8 @@ WAIT_FOR_END = 90.0
 """Seconds that a request waits for its operation, enough for the usual grace and a worker's stop."""
 POLL_EVERY = 2.0
 """Seconds between two reads of the operation without a wake-up."""
-LONGEST_MODEL = 255
-MOST_REPLICAS = 10_000
+MAX_MODEL_LENGTH = 255
+MAX_REPLICAS = 10_000
 _MODEL_NAME = r"^[^\x00-\x1f\x7f]+$"
 
 MODEL_DONE = Shape(
@@ -224,8 +224,8 @@ def describe_waiting_command(
 class UnloadModelSerializer(Described, NullIsAbsent):
     """Which model, how long its running requests may take, and whether the answer waits."""
 
-    model_name = Text(max_length=LONGEST_MODEL)
-    deadline_seconds = Whole(required=False, min_value=0, max_value=unload_requests.LONGEST_GRACE)
+    model_name = Text(max_length=MAX_MODEL_LENGTH)
+    deadline_seconds = Whole(required=False, min_value=0, max_value=unload_requests.MAX_GRACE)
     wait = Flag(required=False)
 
     @classmethod
@@ -240,7 +240,7 @@ class UnloadModelSerializer(Described, NullIsAbsent):
 class UnloadReplicaSerializer(UnloadModelSerializer):
     """A model to unload on one node: one replica or all of them."""
 
-    replica_index = Whole(required=False, min_value=0, max_value=MOST_REPLICAS)
+    replica_index = Whole(required=False, min_value=0, max_value=MAX_REPLICAS)
 
 
 class DeleteModelSerializer(UnloadModelSerializer):

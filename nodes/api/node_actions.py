@@ -35,7 +35,7 @@ from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
 from operations.api.serializers import job_fields, requester_of
 
-MOST_IDS = 500
+MAX_IDS = 500
 _FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
 _NO_NULL = "^[^\\u0000]*$"
 
@@ -62,7 +62,7 @@ class NodeIds(Strict, serializers.UUIDField):
 class ReasonSerializer(Described, NullIsAbsent):
     """Why, for the timeline."""
 
-    reason = Text(required=False, max_length=actions.LONGEST_REASON)
+    reason = Text(required=False, max_length=actions.MAX_REASON_LENGTH)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ApproveSerializer(ReasonSerializer):
 class RejectionSerializer(ReasonSerializer):
     """Why a node is rejected: an operator will ask."""
 
-    reason = Text(max_length=actions.LONGEST_REASON)
+    reason = Text(max_length=actions.MAX_REASON_LENGTH)
 
     def validate_reason(self, reason: str) -> str:
         if not names.to_single_line(reason):
@@ -113,19 +113,19 @@ class RejectionSerializer(ReasonSerializer):
 class DrainRequestSerializer(ReasonSerializer):
     """Why, and how long the running requests may take."""
 
-    deadline_seconds = Whole(required=False, min_value=0, max_value=int(lifecycle.LONGEST_DEADLINE))
+    deadline_seconds = Whole(required=False, min_value=0, max_value=int(lifecycle.MAX_DEADLINE))
 
 
 class ApproveManySerializer(Described, NullIsAbsent):
     """Which nodes; a node that stands in `fingerprints` only with the fingerprint given there."""
 
-    ids = serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_IDS)
+    ids = serializers.ListField(child=NodeIds(), min_length=1, max_length=MAX_IDS)
     fingerprints = serializers.DictField(child=Fingerprints(), required=False)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
         texts = {"type": "string", "pattern": _FINGERPRINT.pattern}
-        keys = {"maxProperties": MOST_IDS, "additionalProperties": texts}
+        keys = {"maxProperties": MAX_IDS, "additionalProperties": texts}
         schema["properties"]["fingerprints"] |= keys
         return schema
 

@@ -25,7 +25,7 @@ from nodes.api.base import (
 from nodes.models import NodeLabel, scheduling
 from nodes.registry import overrides
 from nodes.registry.labels import merge_labels, remove_label, set_labels
-from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
+from nodes.registry.overrides import MAX_BUDGET_LENGTH, MAX_CAP
 
 LABEL_KEY = OpenApiParameter(
     "key",
@@ -36,7 +36,7 @@ LABEL_KEY = OpenApiParameter(
 LABELS: Schema = {
     "type": "object",
     "maxProperties": 64,
-    "additionalProperties": {"type": "string", "maxLength": scheduling.LONGEST_VALUE},
+    "additionalProperties": {"type": "string", "maxLength": scheduling.MAX_VALUE_LENGTH},
     "description": "Key to value; keys have 1 to 128 characters.",
 }
 _LABELS = {(200, "application/json"): LABELS}
@@ -144,13 +144,13 @@ class LabelView(NodeView):
 class CapRequestSerializer(NullIsAbsent):
     """At most so many replicas of one model."""
 
-    value = Whole(min_value=1, max_value=LARGEST_CAP)
+    value = Whole(min_value=1, max_value=MAX_CAP)
 
 
 class BudgetRequestSerializer(NullIsAbsent):
     """`80%`, `0.8`, `16GB`, `15GiB`, bytes; an empty text means no cap and is as sticky as any other."""
 
-    value = Text(max_length=LONGEST_BUDGET)
+    value = Text(max_length=MAX_BUDGET_LENGTH)
 
 
 class ReplicaCapView(NodeView):

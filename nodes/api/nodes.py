@@ -38,20 +38,20 @@ from nodes.replicas.shape import REPLICA
 
 _LABEL_SCHEMA: Schema = {
     "type": "string",
-    "pattern": rf"^[^=]{{1,{scheduling.LONGEST_KEY}}}=[\s\S]{{0,{scheduling.LONGEST_VALUE}}}$",
+    "pattern": rf"^[^=]{{1,{scheduling.MAX_KEY_LENGTH}}}=[\s\S]{{0,{scheduling.MAX_VALUE_LENGTH}}}$",
 }
 _FILTERS = [
     query_parameter("status", enum_schema(NodeStatus.values), "Only nodes of this status."),
     query_parameter("type", enum_schema(NodeType.values), "Only nodes of this type."),
-    query_parameter("vendor", text_schema(listing.LONGEST_VENDOR), "Only nodes with GPUs of this vendor."),
+    query_parameter("vendor", text_schema(listing.MAX_VENDOR_LENGTH), "Only nodes with GPUs of this vendor."),
     query_parameter(
         "search",
-        text_schema(listing.LONGEST_SEARCH),
+        text_schema(listing.MAX_SEARCH_LENGTH),
         "Only nodes with this in name, address or GPUs.",
     ),
     query_parameter(
         "label",
-        {"type": "array", "items": _LABEL_SCHEMA, "minItems": 1, "maxItems": listing.MOST_LABELS},
+        {"type": "array", "items": _LABEL_SCHEMA, "minItems": 1, "maxItems": listing.MAX_LABELS},
         "`key=value`: only nodes with this label; repeated, with all of them.",
         explode=True,
     ),
@@ -245,7 +245,7 @@ def replica_rows(node: UUID) -> list[Row]:
     return REPLICA.rows(NodeModel.objects.filter(node_id=node).order_by("model_name", "replica_index"))
 
 
-USUAL_PAGE, MOST_A_PAGE = 50, 500
+DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
 EVENTS = Shape(
     "Events",
     "A page of the timeline, newest first; `next_cursor` leads to the older ones, if there are any.",
@@ -276,7 +276,9 @@ class EventsView(NodeView):
         summary="Show a node's timeline",
         tags=["nodes"],
         parameters=[
-            query_parameter("limit", integer_schema(1, MOST_A_PAGE, USUAL_PAGE), "How many at most."),
+            query_parameter(
+                "limit", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."
+            ),
             query_parameter(
                 "cursor", integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
             ),
@@ -289,7 +291,7 @@ class EventsView(NodeView):
         """Events of a node, also of a removed one, within the retention period."""
         node = _known_node_id(node_id)
         parameters = listing.Parameters(request.query_params, "limit", "cursor", "kind")
-        limit = parameters.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
+        limit = parameters.number("limit", 1, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
         if kind := parameters.choice("kind", NodeEvent.Kind.values):
             rows = rows.filter(kind=kind)

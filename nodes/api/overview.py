@@ -40,18 +40,18 @@ from nodes.figures.series import DAY
 from nodes.models import BackendNode, BusCredential, JoinToken, ModelLoadInfo, NodeStatus, NodeType
 from nodes.registry import node_rows
 from nodes.registry.shape import NODE_STATUS
-from operations.causes import LONGEST_ERROR, cause_of
+from operations.causes import MAX_ERROR_LENGTH, cause_of
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
-MOST_NODES = 1000
+MAX_NODES = 1000
 """Maximum number of nodes shown."""
-MOST_GROUPS = MOST_RUNNING = 10
-MOST_FAILURES = 2000
+MAX_GROUPS = MAX_RUNNING = 10
+MAX_FAILURES = 2000
 """Maximum number of the newest failures that are grouped, of targets and of whole operations."""
-MOST_NAMED = 5
+MAX_NAMED = 5
 FULL_DISK = 0.05
 """Free fraction of a models disk below which the disk counts as full."""
-_LONGEST_TEXT = 300
+_MAX_TEXT_LENGTH = 300
 
 STRIP_NODE = Shape(
     "OverviewNode",
@@ -80,7 +80,7 @@ ATTENTION = Shape(
         field("level", enum_schema(("error", "warning"))),
         field("text", TEXT),
         field("count", count(1)),
-        field("names", TEXTS, f"At most {MOST_NAMED}."),
+        field("names", TEXTS, f"At most {MAX_NAMED}."),
     ],
 )
 RUNNING = Shape(
@@ -93,7 +93,9 @@ RUNNING = Shape(
         column("node_name", TEXT),
         column("status", enum_schema([status.value for status in ACTIVE])),
         column("progress", PERCENT),
-        column("message", TEXT, "What it does, or what it waits for.", source=Left("message", _LONGEST_TEXT)),
+        column(
+            "message", TEXT, "What it does, or what it waits for.", source=Left("message", _MAX_TEXT_LENGTH)
+        ),
         column("current_bytes", BYTES),
         column("total_bytes", BYTES),
         column("last_progress_at", TIME, nullable=True),
@@ -111,11 +113,11 @@ OVERVIEW = Shape(
     "The cluster at a glance.",
     [
         field("at", TIME),
-        field("nodes", STRIP_NODE.many, f"Approved backend nodes by name, at most {MOST_NODES}."),
+        field("nodes", STRIP_NODE.many, f"Approved backend nodes by name, at most {MAX_NODES}."),
         field("node_count", count(), "How many there are."),
         field("traffic", figures.TRAFFIC.ref),
         field("attention", ATTENTION.many, "Errors first."),
-        field("running", RUNNING.many, f"The newest {MOST_RUNNING}."),
+        field("running", RUNNING.many, f"The newest {MAX_RUNNING}."),
         field("running_count", count(), "How many there are."),
         field("first_steps", STEP.many, "Empty once there are several nodes."),
     ],
@@ -200,11 +202,11 @@ class OverviewView(NodeView):
         return Response(
             OVERVIEW.of(
                 at=now.isoformat(),
-                nodes=[node.cell() for node in nodes[:MOST_NODES]],
+                nodes=[node.cell() for node in nodes[:MAX_NODES]],
                 node_count=len(nodes),
                 traffic=_traffic_row(now),
                 attention=sorted(attention, key=lambda group: group["level"]),
-                running=RUNNING.rows(active.order_by("-created_at", "id")[:MOST_RUNNING]),
+                running=RUNNING.rows(active.order_by("-created_at", "id")[:MAX_RUNNING]),
                 running_count=active.count(),
                 first_steps=_first_steps(nodes) if len(nodes) < 2 else [],
             )
@@ -259,9 +261,9 @@ def _read_nodes() -> list[_NodeColumns]:
 
 def _problem_group(cause: str, level: str, sentence: str, names: Sequence[str]) -> Row:
     """Return a group of problems with one subject for each name; without names it has one subject."""
-    shown = [name[:_LONGEST_TEXT] for name in names[:MOST_NAMED]]
+    shown = [name[:_MAX_TEXT_LENGTH] for name in names[:MAX_NAMED]]
     return ATTENTION.of(
-        cause=cause, level=level, text=sentence[:_LONGEST_TEXT], count=max(len(names), 1), names=shown
+        cause=cause, level=level, text=sentence[:_MAX_TEXT_LENGTH], count=max(len(names), 1), names=shown
     )
 
 
@@ -275,14 +277,14 @@ def _failure_groups() -> Iterator[Row]:
     targets = OperationTarget.objects.filter(status=TargetStatus.ERROR)
     of_failed = targets.filter(operation__in=failed, dismissed_at__isnull=True)
     whole = failed.filter(~Exists(targets.filter(operation=OuterRef("pk"))))
-    beginning = Left("error", LONGEST_ERROR)
+    beginning = Left("error", MAX_ERROR_LENGTH)
     of_target = ("operation__kind", "operation__element", "node_name", beginning, "operation__finished_at")
     newest = ("-operation__finished_at", "-operation_id", "node_id")
     rows = [
-        *of_failed.order_by(*newest).values_list(*of_target)[:MOST_FAILURES],
+        *of_failed.order_by(*newest).values_list(*of_target)[:MAX_FAILURES],
         *whole.order_by("-finished_at", "-id").values_list(
             *("kind", "element", "node_name", beginning, "finished_at")
-        )[:MOST_FAILURES],
+        )[:MAX_FAILURES],
     ]
     groups: dict[tuple[str, str], dict[str, datetime]] = {}
     for kind, element, node, error, finished_at in rows:
@@ -290,7 +292,7 @@ def _failure_groups() -> Iterator[Row]:
         group = groups.setdefault((kind, cause), {})
         group[node or element] = max(finished_at, group.get(node or element, finished_at))
     ranked = sorted((-len(group), -max(group.values()).timestamp(), key) for key, group in groups.items())
-    for _, _, key in ranked[:MOST_GROUPS]:
+    for _, _, key in ranked[:MAX_GROUPS]:
         yield _problem_group("failures", "error", key[1], sorted(groups[key]))
 
 

@@ -15,7 +15,7 @@ from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
 from nodes.api.base import JOB_ID, MOMENT, NODE_ID, NodeView, request_example, response_example
-from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
+from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
 from nodes.definitions.headers import UnreadableHeader, parse_config, parse_header
@@ -27,14 +27,14 @@ from nodes.placement.fit import LARGEST
 from nodes.reconcilers import replicas
 from nodes.scheduling.rules import Rule
 
-MOST_PLANNED = 64
-MOST_ADDED = 256
-LARGEST_GIB = 1_000_000
-MOST_HEADER_BYTES = 16 * 1024 * 1024
-_MOST_BASE64 = -(-MOST_HEADER_BYTES // 3) * 4
+MAX_PLANNED = 64
+MAX_ADDED = 256
+MAX_GIB = 1_000_000
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+_MAX_BASE64 = -(-MAX_HEADER_BYTES // 3) * 4
 PLAN_PATH = "/api/placement/plan"
 """Path of the route that accepts a file header."""
-MOST_BODY_BYTES = _MOST_BASE64 + 1024 * 1024
+MAX_BODY_BYTES = _MAX_BASE64 + 1024 * 1024
 """Maximum bytes of the body of that route."""
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
@@ -199,12 +199,12 @@ class PlanNeedSerializer(NullIsAbsent):
 class _SelectorLabels(serializers.DictField):
     """Labels as a selector has them."""
 
-    child = Text(max_length=scheduling.LONGEST_VALUE)
+    child = Text(max_length=scheduling.MAX_VALUE_LENGTH)
 
     def to_internal_value(self, data: Any) -> dict[str, str]:
         labels: dict[str, str] = super().to_internal_value(data)
-        if len(labels) > scheduling.MOST_KEYS:
-            raise serializers.ValidationError(f"must have at most {scheduling.MOST_KEYS} keys")
+        if len(labels) > scheduling.MAX_KEYS:
+            raise serializers.ValidationError(f"must have at most {scheduling.MAX_KEYS} keys")
         try:
             for key, value in labels.items():
                 scheduling.check_label(key, value, self.field_name or "labels")
@@ -216,10 +216,10 @@ class _SelectorLabels(serializers.DictField):
 class PlanNodesSerializer(NullIsAbsent):
     """Some equal nodes to add: healthy, empty, with the labels that the registry itself would give them."""
 
-    count = Whole(min_value=1, max_value=MOST_ADDED)
-    vram_gib = Number(min_value=0, max_value=LARGEST_GIB, required=False)
-    disk_gib = Number(min_value=0, max_value=LARGEST_GIB, help_text="0 means not reported.", required=False)
-    max_replicas_per_model = Whole(min_value=1, max_value=MOST_REPLICAS, required=False)
+    count = Whole(min_value=1, max_value=MAX_ADDED)
+    vram_gib = Number(min_value=0, max_value=MAX_GIB, required=False)
+    disk_gib = Number(min_value=0, max_value=MAX_GIB, help_text="0 means not reported.", required=False)
+    max_replicas_per_model = Whole(min_value=1, max_value=MAX_REPLICAS, required=False)
     labels = _SelectorLabels(required=False)
 
 
@@ -228,7 +228,7 @@ class PlanFileSerializer(NullIsAbsent):
 
     size = Whole(min_value=1, max_value=LARGEST, help_text="Bytes of all its weight files.")
     header = Text(
-        max_length=_MOST_BASE64,
+        max_length=_MAX_BASE64,
         help_text="The first bytes of a GGUF file in Base64, at most 16 MiB; the whole header must be there.",
         required=False,
     )
@@ -263,18 +263,18 @@ class PlanFileSerializer(NullIsAbsent):
 class PlacementPlanRequestSerializer(NullIsAbsent):
     """One of `model`, a defined one, `file`, `need` and `rule`. A rule is answered by a `RulePlan`."""
 
-    model = Text(max_length=LONGEST_MODEL, required=False)
+    model = Text(max_length=MAX_MODEL_LENGTH, required=False)
     file = PlanFileSerializer(required=False)
     need = PlanNeedSerializer(required=False)
     selector = _SelectorLabels(help_text="Instead of that of the model's rule.", required=False)
-    replicas = Whole(min_value=1, max_value=MOST_PLANNED, help_text="1 unless given.", required=False)
+    replicas = Whole(min_value=1, max_value=MAX_PLANNED, help_text="1 unless given.", required=False)
     rule = SchedulingRuleRequestSerializer(
         help_text="A rule as it would be saved; of the others it goes with `nodes` only.", required=False
     )
     nodes = serializers.ListField(
         child=PlanNodesSerializer(),
-        max_length=MOST_ADDED,
-        help_text=f"Nodes to add, at most {MOST_ADDED} altogether.",
+        max_length=MAX_ADDED,
+        help_text=f"Nodes to add, at most {MAX_ADDED} altogether.",
         required=False,
     )
 
@@ -282,8 +282,8 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
         return None if name is None else check_model_name(name)
 
     def validate_nodes(self, groups: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        if groups and sum(group["count"] for group in groups) > MOST_ADDED:
-            raise serializers.ValidationError(f"must be at most {MOST_ADDED} altogether")
+        if groups and sum(group["count"] for group in groups) > MAX_ADDED:
+            raise serializers.ValidationError(f"must be at most {MAX_ADDED} altogether")
         return groups
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
 class PlanView(NodeView):
     """`/api/placement/plan`."""
 
-    most_body_bytes = MOST_BODY_BYTES
+    most_body_bytes = MAX_BODY_BYTES
 
     @extend_schema(
         operation_id="placement_plan",
@@ -399,9 +399,9 @@ class FitRequestSerializer(NullIsAbsent):
     """The models of a page of a list."""
 
     models = serializers.ListField(
-        child=Text(max_length=LONGEST_MODEL),
+        child=Text(max_length=MAX_MODEL_LENGTH),
         min_length=1,
-        max_length=fit_summaries.MOST_MODELS,
+        max_length=fit_summaries.MAX_MODELS,
         help_text="Their names; each may contain slashes.",
     )
 

@@ -53,13 +53,13 @@ from nodes.api.worker_routes import (
 from nodes.models import NodeType
 from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
-from nodes.registry.labels import LONGEST_VALUE, MOST_LABELS
-from nodes.registry.overrides import LARGEST_CAP
+from nodes.registry.labels import MAX_LABELS, MAX_VALUE_LENGTH
+from nodes.registry.overrides import MAX_CAP
 from nodes.registry.registration import Claim, Registered, Registration, Running
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
 LENGTHS = {
-    "name": names.LONGEST_NAME,
+    "name": names.MAX_NAME_LENGTH,
     "address": 512,
     "http_address": 512,
     "gpu_vendor": 32,
@@ -69,8 +69,8 @@ LENGTHS = {
     "version": 64,
 }
 """Maximum characters of the text fields, first the fields of §1.1."""
-MOST_PROCESSES = 1024
-LONGEST_PROCESS_KEY = 300
+MAX_PROCESSES = 1024
+MAX_PROCESS_KEY_LENGTH = 300
 _ENGINE_TOKEN = re.compile(r"([0-9a-f]{64})?\Z")
 _ANY_LENGTH = 2**20
 """Maximum characters before the token is checked; `registration` checks the real limits after it."""
@@ -88,8 +88,8 @@ class _Labels(serializers.DictField):
     """Labels; their number is checked before they are parsed."""
 
     def to_internal_value(self, data: Any) -> dict[str, Any]:
-        if isinstance(data, dict) and len(data) > MOST_LABELS:
-            raise serializers.ValidationError(f"must be at most {MOST_LABELS} labels")
+        if isinstance(data, dict) and len(data) > MAX_LABELS:
+            raise serializers.ValidationError(f"must be at most {MAX_LABELS} labels")
         labels: dict[str, Any] = super().to_internal_value(data)
         return labels
 
@@ -152,9 +152,9 @@ class RegistrationSerializer(Described, NullIsAbsent):
     gpus = _AnyField(required=False)
     system = _AnyField(required=False)
     labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False)
-    max_replicas_per_model = Whole(required=False, min_value=-(2**63), max_value=LARGEST_CAP)
+    max_replicas_per_model = Whole(required=False, min_value=-(2**63), max_value=MAX_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
-        child=RunningProcessSerializer(), required=False, max_length=MOST_PROCESSES
+        child=RunningProcessSerializer(), required=False, max_length=MAX_PROCESSES
     )
 
     @classmethod
@@ -175,13 +175,13 @@ class RegistrationSerializer(Described, NullIsAbsent):
             del properties[name]["nullable"]
         properties["node_type"] |= {"maxLength": 16, "pattern": f"^({'|'.join(NodeType.values)})?$"}
         properties["labels"] |= {
-            "maxProperties": MOST_LABELS,
-            "additionalProperties": {"type": "string", "maxLength": LONGEST_VALUE},
+            "maxProperties": MAX_LABELS,
+            "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_LENGTH},
         }
         properties["gpus"] = resources.GPUS_SCHEMA
         properties["system"] = resources.SYSTEM_SCHEMA
         properties["running_processes"] |= {
-            "maxItems": MOST_PROCESSES,
+            "maxItems": MAX_PROCESSES,
             "description": "The engine processes that run. Absent: none is known to run, all replicas go.",
         }
         return schema | {"required": ["name", "token"]}
@@ -225,7 +225,7 @@ def _parse_process(body: Mapping[str, Any], number: int) -> Running:
     field = f"running_processes.{number}"
     if not body["process_key"]:
         raise errors.InvalidInput(f"{field}.process_key is required", field=field)
-    _check_length(body["process_key"], f"{field}.process_key", LONGEST_PROCESS_KEY)
+    _check_length(body["process_key"], f"{field}.process_key", MAX_PROCESS_KEY_LENGTH)
     _check_length(body.get("address", ""), f"{field}.address", LENGTHS["address"])
     return Running(**body)
 
@@ -233,7 +233,7 @@ def _parse_process(body: Mapping[str, Any], number: int) -> Running:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MOST_TOGETHER = 32
+MAX_TOGETHER = 32
 SHARED_LOCK_TIMEOUT = 1.0
 """Seconds for which a shared transaction waits for a row that another one holds."""
 BUSY_BATCH = 4
@@ -332,7 +332,7 @@ def _split_batch(waiting: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Wai
             f"name {names.key(entry[0].registration.name)}",
             f"secret {entry[0].fingerprint or names.key(entry[0].registration.name)}",
         }
-        if len(batch) == MOST_TOGETHER or entry_names & used_names:
+        if len(batch) == MAX_TOGETHER or entry_names & used_names:
             remaining.append(entry)
         else:
             batch.append(entry)

@@ -17,7 +17,7 @@ from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text
 from nodes.api.base import MOMENT, NodeView, request_example, response_example
 from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling import store
-from nodes.scheduling.rules import LARGEST_THRESHOLD, LONGEST_MODEL, MOST_REPLICAS, POLICIES, Rule
+from nodes.scheduling.rules import MAX_MODEL_LENGTH, MAX_REPLICAS, MAX_THRESHOLD, POLICIES, Rule
 
 _EXAMPLE = {
     "id": "5f0f5b3e-52a4-4a47-8d52-0c9a3c1d7e11",
@@ -41,12 +41,12 @@ _MODEL = OpenApiParameter(
 )
 _BOUNDS: dict[str, dict[str, Any]] = {
     "model_name": {"minLength": 1},
-    "min_replicas": {"minimum": 0, "maximum": MOST_REPLICAS, "default": 0},
-    "max_replicas": {"minimum": 0, "maximum": MOST_REPLICAS, "default": 0},
+    "min_replicas": {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0},
+    "max_replicas": {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0},
     "spread_all": {"default": False},
     "route_policy": {"enum": [*POLICIES, None]},
-    "balance_abs_threshold": {"minimum": 0, "maximum": LARGEST_THRESHOLD},
-    "balance_rel_threshold": {"minimum": 0, "maximum": LARGEST_THRESHOLD},
+    "balance_abs_threshold": {"minimum": 0, "maximum": MAX_THRESHOLD},
+    "balance_rel_threshold": {"minimum": 0, "maximum": MAX_THRESHOLD},
     "min_prefix_match": {"minimum": 0, "maximum": 1},
 }
 """Bounds of the fields that `rules.check_rule` checks, for the API document."""
@@ -58,9 +58,9 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
     A routing field (the last four) that is left out keeps its stored value; any other one is cleared.
     """
 
-    model_name = Text(max_length=LONGEST_MODEL, required=False)
+    model_name = Text(max_length=MAX_MODEL_LENGTH, required=False)
     node_selector = serializers.DictField(
-        child=Text(max_length=scheduling.LONGEST_VALUE),
+        child=Text(max_length=scheduling.MAX_VALUE_LENGTH),
         help_text="Labels that a node must have.",
         required=False,
     )

@@ -15,16 +15,16 @@ from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field
 from nodes.api.base import NODE_ID, job_example, query_parameter, request_example, response_example
 from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
-from nodes.api.models import LONGEST_MODEL, check_model_name
+from nodes.api.models import MAX_MODEL_LENGTH, check_model_name
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.downloads.imports import request_import
-from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
 from nodes.sources import catalogue, inspection
 from nodes.sources.plans import ImportPlan
 from operations.api.serializers import job_fields, requester_of
 from operations.ledger.admission import Admission
 
-MOST_ITEMS, USUAL_ITEMS = 1000, 50
+MAX_ITEMS, DEFAULT_ITEMS = 1000, 50
 MAX_SIZE = 2**60
 IMPORT_STARTED = Shape(
     "ImportStarted",
@@ -98,7 +98,7 @@ _ENTRY = {
     "jobID": "",
     "fits": True,
 }
-_SEARCH = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
+_SEARCH = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
 _PAGE_NUMBER = {"type": "integer", "minimum": 1}
 
 
@@ -127,7 +127,7 @@ class ImportSerializer(InspectSerializer):
         required=False,
         help_text="Its id; the best one that fits unless given.",
     )
-    name = Text(max_length=LONGEST_MODEL, required=False, help_text="The suggested one.")
+    name = Text(max_length=MAX_MODEL_LENGTH, required=False, help_text="The suggested one.")
     changes = ChangesSerializer(required=False)
     load = Flag(required=False, help_text="Load the model when its files are there.")
 
@@ -246,7 +246,7 @@ class CatalogueView(_SourceView):
             query_parameter("fits", {"type": "string", "enum": ["true", "false"]}, "Only those that fit."),
             query_parameter("page", _PAGE_NUMBER | {"maximum": FARTHEST, "default": 1}, "Which page."),
             query_parameter(
-                "items", _PAGE_NUMBER | {"maximum": MOST_ITEMS, "default": USUAL_ITEMS}, "Models on a page."
+                "items", _PAGE_NUMBER | {"maximum": MAX_ITEMS, "default": DEFAULT_ITEMS}, "Models on a page."
             ),
         ],
         responses={200: CATALOGUE.ref, **flat_refusals(400)},
@@ -256,7 +256,7 @@ class CatalogueView(_SourceView):
                     "models": [_ENTRY],
                     "total": 1,
                     "page": 1,
-                    "items": USUAL_ITEMS,
+                    "items": DEFAULT_ITEMS,
                     "tasks": ["chat"],
                     "licences": ["apache-2.0"],
                     "galleries": ["localai"],
@@ -288,7 +288,7 @@ def _catalogue_query(request: Request) -> catalogue.Query:
         request.query_params, "term", "task", "licence", "gallery", "size", "fits", "page", "items"
     )
     texts = {
-        name: parameters.text(name, LONGEST_SEARCH).casefold()
+        name: parameters.text(name, MAX_SEARCH_LENGTH).casefold()
         for name in ("term", "task", "licence", "gallery")
     }
     return catalogue.Query(
@@ -296,5 +296,5 @@ def _catalogue_query(request: Request) -> catalogue.Query:
         most_bytes=parameters.number("size", 1, MAX_SIZE) or 0,
         fits=parameters.choice("fits", ("true", "false")) == "true",
         page=parameters.number("page", 1, FARTHEST) or 1,
-        items=parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS,
+        items=parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS,
     )

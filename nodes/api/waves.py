@@ -18,10 +18,10 @@ from nodes.backends import wave_requests
 from nodes.backends.backend_requests import RequestScope
 from nodes.backends.waves import Options
 from operations.api.jobs import find_operation
-from operations.api.serializers import MOST_NODES
+from operations.api.serializers import MAX_NODES
 from operations.api.verbs import describe_verb
 
-LONGEST_PAUSE = 86_400
+MAX_PAUSE = 86_400
 """Maximum pause between two waves, in seconds."""
 _PERCENTAGE = "^([1-9][0-9]?|100)%$"
 
@@ -29,7 +29,7 @@ _PERCENTAGE = "^([1-9][0-9]?|100)%$"
 @extend_schema_field(
     {
         "oneOf": [
-            {"type": "integer", "minimum": 1, "maximum": MOST_NODES},
+            {"type": "integer", "minimum": 1, "maximum": MAX_NODES},
             {"type": "string", "pattern": _PERCENTAGE},
         ],
     }
@@ -39,12 +39,12 @@ class NodesAtOnce(serializers.Field[int | str, Any, int | str, Any]):
 
     def to_internal_value(self, data: Any) -> int | str:
         """Return the number or percentage unchanged. Raise ValidationError."""
-        is_number = isinstance(data, int) and not isinstance(data, bool) and 1 <= data <= MOST_NODES
+        is_number = isinstance(data, int) and not isinstance(data, bool) and 1 <= data <= MAX_NODES
         if is_number or (isinstance(data, str) and re.fullmatch(_PERCENTAGE, data, re.ASCII)):
             limit: int | str = data
             return limit
         raise serializers.ValidationError(
-            f"must be a number from 1 to {MOST_NODES}, or a percentage such as 25%"
+            f"must be a number from 1 to {MAX_NODES}, or a percentage such as 25%"
         )
 
     def to_representation(self, value: int | str) -> int | str:
@@ -63,9 +63,9 @@ class WaveOptionsSerializer(NullIsAbsent):
         required=False, default=1, help_text="Nodes at a time: a number, or a percentage."
     )
     canary = serializers.BooleanField(required=False, default=True, help_text="One node goes first, alone.")
-    pause_seconds = _whole_field(0, 0, LONGEST_PAUSE, "Pause between two waves.")
+    pause_seconds = _whole_field(0, 0, MAX_PAUSE, "Pause between two waves.")
     stop_at_failures = _whole_field(
-        1, 1, MOST_NODES, "Failed nodes from which on a failure stops the next waves until you choose."
+        1, 1, MAX_NODES, "Failed nodes from which on a failure stops the next waves until you choose."
     )
 
 
@@ -83,7 +83,7 @@ def last_replicas_field() -> serializers.ListField:
     return serializers.ListField(
         child=Text(max_length=255),
         required=False,
-        max_length=MOST_NODES,
+        max_length=MAX_NODES,
         help_text="Models whose last replica may stop.",
     )
 

@@ -65,7 +65,7 @@ POLL_SECONDS = 0.25
 """Seconds between two counts of the running requests: no message reports the end of a request."""
 LOAD_POLL_SECONDS = 1.0
 """Seconds between two checks while a last replica is loaded on another node."""
-BLOCKED_PAUSE, LONGEST_BLOCKED_PAUSE = 15.0, 900.0
+BLOCKED_PAUSE, MAX_BLOCKED_PAUSE = 15.0, 900.0
 """Seconds until the next check of a blocked last replica.
 
 The pause equals the age of the intent, so it doubles each time.
@@ -160,7 +160,7 @@ def _confirmed_models(intent: Intent) -> Collection[str]:
 
 def _blocked_pause(intent: Intent, now: datetime) -> float:
     age = (now - intent.row.created_at).total_seconds()
-    return min(max(age, BLOCKED_PAUSE), LONGEST_BLOCKED_PAUSE)
+    return min(max(age, BLOCKED_PAUSE), MAX_BLOCKED_PAUSE)
 
 
 def _last_replica_reason(models: Collection[str]) -> str:
@@ -209,7 +209,7 @@ COMMANDS: dict[str, Command] = {
     PendingBackendOp.Op.DELETE: node_commands.DELETE,
 }
 QUEUE_SLOTS = 2048
-MOST_OUTCOMES = 1024
+MAX_OUTCOMES = 1024
 """Outcomes that are written in one transaction, which bounds its locks and its memory."""
 UNKNOWN_OUTCOME_AFTER = timedelta(hours=2)
 """O50: time without a reply after which the outcome of a command is unknown."""
@@ -237,7 +237,7 @@ class IntentQueue:
         self._bus, self._load_elsewhere = bus, load_elsewhere
         self._lost: Callable[[Attempt], None] = lambda attempt: None
         self._recorder = Recorder(write_reports, lambda attempt: self._lost(attempt))
-        self._outcomes = CallBatcher(self._write, most=MOST_OUTCOMES, one_by_one=(DatabaseError,))
+        self._outcomes = CallBatcher(self._write, most=MAX_OUTCOMES, one_by_one=(DatabaseError,))
         self._offline_waiters: dict[UUID, set[asyncio.Future[str]]] = {}
         """Futures of the attempts to resolve when their node goes offline, by node."""
 

@@ -85,7 +85,7 @@ def reason_to_give_up(node: BackendNode) -> str:
 
 log = logging.getLogger(__name__)
 
-MOST_ATTEMPTS = 10
+MAX_ATTEMPTS = 10
 """R4.30, O76: an intent whose 10th attempt fails ends."""
 PARALLEL_PER_NODE = 4
 """Maximum number of intents of one node that run at the same time."""
@@ -301,7 +301,7 @@ def reap(*, now: datetime) -> tuple[int, int]:
         if not locked:
             return 0, 0
         retried, hopeless = leases.lock_expired_rows(PendingBackendOp.objects.leased(), now=now)
-        error = f"given up: {leases.MOST_LOST_LEASES} controllers fell silent while working on it"
+        error = f"given up: {leases.MAX_LOST_LEASES} controllers fell silent while working on it"
         given_up = {row.id: Ended(error=error).change for row in hopeless}
         _return_to_queue(retried, now, "its controller fell silent; another one takes over", also=given_up)
     return len(retried), len(hopeless)
@@ -413,7 +413,7 @@ def _apply_outcome(
     match outcome:
         case Ended():
             return outcome.change, True
-        case Failed(error) if row.attempts + 1 >= MOST_ATTEMPTS:
+        case Failed(error) if row.attempts + 1 >= MAX_ATTEMPTS:
             return _dead_letter(row, error).change, True
         case Failed(error):
             row.attempts, pause, reason = row.attempts + 1, retry_delay(row.attempts + 1), error

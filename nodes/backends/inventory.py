@@ -62,14 +62,14 @@ REFRESH_INTERVAL = 300.0
 POLL_INTERVAL = 30.0
 """Seconds between two passes over the due nodes when no wake-up arrives."""
 PARALLEL = 16
-MOST_IN_BATCH = 256
+MAX_BATCH = 256
 """Lists that are stored in one transaction, which bounds its locks and its memory."""
 MAX_BACKENDS = 500
 """Maximum number of backends stored per node."""
 SHORT_LIMIT = 5.0
 """Time limit in seconds of a list request for callers that cannot wait for the usual limit."""
 _CLAIMED_FOR = LIST_TIMEOUT + 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0
+_FIRST_PAUSE, _MAX_PAUSE = 5.0, 900.0
 _GATHER = 0.2
 """Seconds for which wake-ups are collected into one pass."""
 _ERROR_LENGTH = 255
@@ -274,7 +274,7 @@ async def _store_batch(answers: Sequence[InventoryReply]) -> Sequence[None]:
     return [None] * len(answers)
 
 
-_answers = CallBatcher(_store_batch, most=MOST_IN_BATCH, one_by_one=(DatabaseError,))
+_answers = CallBatcher(_store_batch, most=MAX_BATCH, one_by_one=(DatabaseError,))
 
 
 async def request_list(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE) -> bool:
@@ -376,7 +376,7 @@ class Inventory(WorkPool[InventoryRequest]):
         try:
             instance, times = self._silent.get(item.id, ("", 0))
             times = times if instance == item.instance else 0
-            pause = backoff.delay(times + 1, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
+            pause = backoff.delay(times + 1, first=_FIRST_PAUSE, longest=_MAX_PAUSE)
             if await request_list(self._bus, item, pause=pause):
                 self._silent.pop(item.id, None)
             else:

@@ -35,9 +35,9 @@ from nodes.replicas import engines
 from operations.executor.work import in_thread
 from operations.ledger.progress import Tick
 
-_LONGEST_NAME = 255
-_LONGEST_LABEL = 512
-_MOST_BYTES = 2**62
+_MAX_NAME_LENGTH = 255
+_MAX_LABEL_LENGTH = 512
+_MAX_BYTES = 2**62
 _PHASES = frozenset({"resolving", "downloading", "extracting", "starting"})
 """The phases of `contract/nats.md` §4.3; other texts in this field are no phases."""
 
@@ -67,7 +67,7 @@ def key(node_id: UUID | str, backend: str) -> str:
 
 def subject(backend: str) -> str:
     """Return the backend's name, or its address as a name; a long address is hashed."""
-    return backend if len(backend) <= _LONGEST_NAME else hashlib.sha256(backend.encode()).hexdigest()
+    return backend if len(backend) <= _MAX_NAME_LENGTH else hashlib.sha256(backend.encode()).hexdigest()
 
 
 def find_node(node_id: UUID | None) -> BackendNode:
@@ -106,8 +106,8 @@ def tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:
     A worker's numbers and texts are untrusted, so they are bounded.
     """
     total = max(event.total_bytes, 0)
-    current = min(max(event.current_bytes, 0), total or _MOST_BYTES)
-    file_name = names.to_single_line(event.file_name[:_LONGEST_LABEL])
+    current = min(max(event.current_bytes, 0), total or _MAX_BYTES)
+    file_name = names.to_single_line(event.file_name[:_MAX_LABEL_LENGTH])
     return Tick(
         phase=event.phase if event.phase in _PHASES else "downloading",
         message=file_name or f"downloading to {node.name}",

@@ -39,7 +39,7 @@ from operations.models import (
 
 CANARY = 0
 """Number of the canary wave; the other waves count from 1."""
-MOST_NAMED = 5
+MAX_NAMED = 5
 """Names in the question after a failed wave."""
 
 
@@ -165,8 +165,8 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
 
 def _shortened_names(names: Sequence[str]) -> str:
     """Return the first names and the number of the others: each unopened target stores the text."""
-    shown = ", ".join(names[:MOST_NAMED])
-    return shown if len(names) <= MOST_NAMED else f"{shown} and {len(names) - MOST_NAMED} more"
+    shown = ", ".join(names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
 
 def _turn_after_pause(

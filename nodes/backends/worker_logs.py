@@ -37,7 +37,7 @@ MAX_REPLY_BYTES = 16 * 1024 * 1024
 READ_AHEAD = 4
 """Number of messages that are read in advance for a slow reader."""
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
-LONGEST_NAME = 512
+MAX_NAME_LENGTH = 512
 _ROUTE = "/v1/backend-logs"
 T = TypeVar("T")
 _TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|[+-][0-9]{2}:[0-9]{2})$"
@@ -251,8 +251,8 @@ async def admit(scope: Scope) -> None:
     node, model = _node_and_model(scope)
     if node is None or not await database_sync_to_async(BackendNode.objects.filter(pk=node).exists)():
         raise errors.NotFound("node not found")
-    if len(model) > LONGEST_NAME:
-        raise errors.InvalidInput(f"the model's name is over {LONGEST_NAME} characters")
+    if len(model) > MAX_NAME_LENGTH:
+        raise errors.InvalidInput(f"the model's name is over {MAX_NAME_LENGTH} characters")
 
 
 async def output(scope: Scope) -> AsyncGenerator[str, None]:

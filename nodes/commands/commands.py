@@ -104,11 +104,11 @@ BUS_WAIT = 5.0
 """Seconds for which a command waits for our own connection; after that its outcome is `BusDown`."""
 _NO_PAYLOAD = b"null"
 """The payload that the reference publishes where a message has no content (nats.md §1)."""
-_LARGEST_PROGRESS = 16 * 1024
+_MAX_PROGRESS_BYTES = 16 * 1024
 _RETRY_PAUSE = 0.5
 _MISSES_UNTIL_GONE = 2
 
-_MOST_PINGS = 50
+_MAX_PINGS = 50
 """Maximum pings per second of this process; with more commands each worker is pinged less often."""
 
 
@@ -334,7 +334,7 @@ class Worker:
         layers = Layers()
 
         def receive(payload: bytes) -> None:
-            if len(payload) > _LARGEST_PROGRESS:
+            if len(payload) > _MAX_PROGRESS_BYTES:
                 return
             with contextlib.suppress(DecodeError):
                 event = decode(payload, messages.ProgressEvent)
@@ -429,7 +429,7 @@ class Worker:
         while True:
             _watches.add(task := asyncio.current_task())
             try:
-                await asyncio.sleep(max(PING_EVERY, len(_watches) / _MOST_PINGS))
+                await asyncio.sleep(max(PING_EVERY, len(_watches) / _MAX_PINGS))
             finally:
                 _watches.discard(task)
             if self.bus.generation != generation:

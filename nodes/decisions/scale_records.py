@@ -17,7 +17,7 @@ import msgspec
 from nodes.decisions import decision_log
 from nodes.decisions.decision_log import DecisionRecord, Section, SnapshotRef, State
 from nodes.models import DecisionKind
-from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
+from nodes.placement.explain import MAX_SENTENCE_LENGTH, DecisionOutcome, truncate
 from nodes.scheduling.snapshot import (
     ClearUnsatisfiable,
     DesiredState,
@@ -80,7 +80,7 @@ def outcome(decision: RuleDecision) -> DecisionOutcome | None:
 
 def sentence(decision: RuleDecision) -> str:
     """Return the reason of the decision, cut to the maximum length of a record."""
-    return truncate(decision.reason, LONGEST_SENTENCE)
+    return truncate(decision.reason, MAX_SENTENCE_LENGTH)
 
 
 def _new_record(

@@ -2,7 +2,7 @@
 
 `ruamel.yaml` preserves them. It reads YAML 1.2, but the parser of definitions reads YAML 1.1. So that parser
 reads the result again: if the result is not the edited document, the document is written anew, without
-comments. A text of more than `LONGEST_EDITED` bytes is also written anew, because the library is slow.
+comments. A text of more than `MAX_EDITED_LENGTH` bytes is also written anew, because the library is slow.
 """
 
 import io
@@ -21,10 +21,10 @@ from nodes.definitions.files import TEMPLATES, Definition, UnusableDefinition, l
 
 PARALLEL_OPTIONS = ("parallel", "n_parallel")
 """Names of the entry of `options` that sets the number of parallel requests of an engine."""
-MOST_OPTIONS = 200
-LONGEST_OPTION = 4096
-LONGEST_TEMPLATE = 65_536
-LONGEST_EDITED = 65_536
+MAX_OPTIONS = 200
+MAX_OPTION_LENGTH = 4096
+MAX_TEMPLATE_LENGTH = 65_536
+MAX_EDITED_LENGTH = 65_536
 """Maximum bytes of a text whose comments an edit preserves."""
 FORM = ("context_size", "parallel", "gpu_layers", "template", "options", "max_tokens")
 """The settings of the form."""
@@ -93,15 +93,15 @@ def _check_change(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limits[name]:
             raise _invalid(name, f"must be a whole number from {least} to {limits[name]}")
     elif name == "template":
-        if not isinstance(value, str) or len(value) > LONGEST_TEMPLATE:
-            raise _invalid(name, f"must be a text of at most {LONGEST_TEMPLATE} characters")
+        if not isinstance(value, str) or len(value) > MAX_TEMPLATE_LENGTH:
+            raise _invalid(name, f"must be a text of at most {MAX_TEMPLATE_LENGTH} characters")
     elif (
         not isinstance(value, list)
-        or len(value) > MOST_OPTIONS
-        or not all(isinstance(entry, str) and 0 < len(entry) <= LONGEST_OPTION for entry in value)
+        or len(value) > MAX_OPTIONS
+        or not all(isinstance(entry, str) and 0 < len(entry) <= MAX_OPTION_LENGTH for entry in value)
     ):
         raise _invalid(
-            name, f"must be a list of at most {MOST_OPTIONS} texts of at most {LONGEST_OPTION} characters"
+            name, f"must be a list of at most {MAX_OPTIONS} texts of at most {MAX_OPTION_LENGTH} characters"
         )
     for text in [value] if isinstance(value, str) else value if isinstance(value, list) else ():
         _check_encodable(name, text)
@@ -213,7 +213,7 @@ def _edit_text(text: str, change: Any) -> str:
     wanted = deepcopy(document)
     change(wanted)
     wanted = _plain(wanted)
-    kept = _edit_in_place(text, change) if len(text.encode()) <= LONGEST_EDITED else None
+    kept = _edit_in_place(text, change) if len(text.encode()) <= MAX_EDITED_LENGTH else None
     if kept is not None and _is_document(kept, wanted):
         return kept
     return str(yaml.dump(wanted, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=110))

@@ -50,17 +50,17 @@ class Header:
     """True if the header has only the values at the beginning of the file."""
 
 
-MOST_TEXTS = 2_000_000
+MAX_TEXTS = 2_000_000
 """Maximum texts in all lists of a header; the largest vocabularies with merges have a quarter of it."""
-MOST_KEYS = 10_000
-MOST_TENSORS = 10_000
-LONGEST_KEY = 256
-LARGEST_FIGURE = 2**32
-LONGEST_LIST = 4096
+MAX_KEYS = 10_000
+MAX_TENSORS = 10_000
+MAX_KEY_LENGTH = 256
+MAX_FIGURE = 2**32
+MAX_LIST_LENGTH = 4096
 """Maximum figures of a list, one per layer; a longer list is replaced by its length."""
-MOST_FIGURES = 100_000
+MAX_FIGURES = 100_000
 """Maximum figures in all lists of a header."""
-MOST_CONFIG_BYTES = 1024 * 1024
+MAX_CONFIG_BYTES = 1024 * 1024
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 7: "?", 10: "Q", 11: "q"}
@@ -115,7 +115,7 @@ class _GgufReader:
     """Reads the header of a GGUF file from the current position on."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._texts, self._figures = file, MOST_TEXTS, MOST_FIGURES
+        self._file, self._texts, self._figures = file, MAX_TEXTS, MAX_FIGURES
         self._end = size
 
     def header(self) -> Header:
@@ -140,7 +140,7 @@ class _GgufReader:
         if self._integer(4) not in _VERSIONS:
             raise UnreadableHeader("it has an unknown version")
         tensors, pairs = self._integer(10), self._integer(10)
-        if tensors > MOST_TENSORS or pairs > MOST_KEYS:
+        if tensors > MAX_TENSORS or pairs > MAX_KEYS:
             raise UnreadableHeader(f"it has {tensors} tensors and {pairs} keys")
         return tensors, pairs
 
@@ -179,7 +179,7 @@ class _GgufReader:
 
     def _name(self) -> str:
         length = self._integer(10)
-        if length > LONGEST_KEY:
+        if length > MAX_KEY_LENGTH:
             raise UnreadableHeader(f"a key or name has {length} bytes")
         return self._read(length).decode("utf-8", "replace")
 
@@ -191,7 +191,7 @@ class _GgufReader:
             return self._list(self._integer(4), self._integer(10))
         if kind == _TEXT:
             length = self._integer(10)
-            if length <= LONGEST_KEY:
+            if length <= MAX_KEY_LENGTH:
                 return self._read(length).decode("utf-8", "replace")
             self._skip(length)
         elif kind in _WIDTHS:
@@ -201,7 +201,7 @@ class _GgufReader:
         return None
 
     def _list(self, kind: int, length: int) -> Figure | None:
-        if kind in _INTEGERS and length <= min(LONGEST_LIST, self._figures):
+        if kind in _INTEGERS and length <= min(MAX_LIST_LENGTH, self._figures):
             self._figures -= length
             content = self._read(_WIDTHS[kind] * length)
             figures = [_within(int(item)) for item in struct.unpack(f"<{length}{_INTEGERS[kind]}", content)]
@@ -217,7 +217,7 @@ class _GgufReader:
     def _skip_texts(self, count: int) -> None:
         self._texts -= count
         if self._texts < 0:
-            raise UnreadableHeader(f"its lists have more than {MOST_TEXTS} texts")
+            raise UnreadableHeader(f"its lists have more than {MAX_TEXTS} texts")
         content, position = b"", 0
         for _ in range(count):
             if position + 8 > len(content):
@@ -244,7 +244,7 @@ class _GgufReader:
 
 
 def _within(figure: int) -> int | None:
-    return figure if 0 <= figure <= LARGEST_FIGURE else None
+    return figure if 0 <= figure <= MAX_FIGURE else None
 
 
 _CONFIG_KEYS = {
@@ -276,8 +276,8 @@ def read_config(path: Path) -> Header | None:
 
 def read_json(path: Path) -> object:
     """Parse a `config.json` of limited size and depth; raise OSError and UnreadableHeader."""
-    content = untrusted.read_file(path, MOST_CONFIG_BYTES)
-    problem = "too large" if len(content) > MOST_CONFIG_BYTES else untrusted.json_problem(content)
+    content = untrusted.read_file(path, MAX_CONFIG_BYTES)
+    problem = "too large" if len(content) > MAX_CONFIG_BYTES else untrusted.json_problem(content)
     if problem:
         raise UnreadableHeader(f"it is {problem}")
     try:
@@ -294,10 +294,10 @@ def parse_config(config: object) -> Header:
     figures: dict[str, Figure] = {
         figure: value
         for key, figure in _CONFIG_KEYS.items()
-        if type(value := text.get(key)) is int and 0 <= value <= LARGEST_FIGURE
+        if type(value := text.get(key)) is int and 0 <= value <= MAX_FIGURE
     }
     layers = text.get("layer_types")
-    if isinstance(layers, list) and len(layers) <= LONGEST_LIST:
+    if isinstance(layers, list) and len(layers) <= MAX_LIST_LENGTH:
         figures["attention.sliding_window_pattern"] = tuple(
             int(kind == _SLIDING_ATTENTION) for kind in layers
         )
@@ -307,4 +307,4 @@ def parse_config(config: object) -> Header:
     elif text.get("use_sliding_window", True) is False or "gemma" not in str(text.get("model_type")):
         figures.pop("attention.sliding_window", None)
     # The part of a model with images for text has the windows of the model (`gemma3_text`).
-    return Header(str(text.get("model_type"))[:LONGEST_KEY].removesuffix("_text"), figures)
+    return Header(str(text.get("model_type"))[:MAX_KEY_LENGTH].removesuffix("_text"), figures)

@@ -43,7 +43,7 @@ class FileConflict(Conflict):
     code = "file_exists"
 
 
-MOST_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 """Maximum bytes of a header as JSON in a row; the figures of real models have a few KiB."""
 _NUL = rb"\u0000"
 """NUL in JSON, which PostgreSQL cannot store."""
@@ -77,7 +77,7 @@ class RecordedFile:
             return entry
         figures = {"architecture": self.header.architecture, "figures": self.header.figures}
         header = msgspec.json.encode(figures)
-        if len(header) > MOST_HEADER_BYTES or _NUL in header:
+        if len(header) > MAX_HEADER_BYTES or _NUL in header:
             return entry
         return {**entry, "header": msgspec.json.decode(header)}
 

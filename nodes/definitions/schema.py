@@ -44,8 +44,8 @@ _TYPES: Mapping[type, Schema] = {
     float: {"type": ["number", "null"]},
 }
 _ITEMS: Mapping[type, Schema] = {str: {"type": "string"}, float: {"type": "number"}}
-_MOST_ERRORS = 50
-_MOST_UNKNOWN = 200
+_MAX_ERRORS = 50
+_MAX_UNKNOWN = 200
 """Maximum unknown keys that are compared with the known keys."""
 _CONTAINERS = (dict, list)
 
@@ -149,7 +149,7 @@ def check_text(text: str, source: str) -> CheckedText:
         tree, document = untrusted.compose_and_load_yaml(text, untrusted.PlainLoader)
     except untrusted.InvalidYAML as error:
         return CheckedText(None, [TextProblem(str(error), "", error.line, error.column)])
-    found = [*islice(_find_secrets(text, document, tree), _MOST_ERRORS)]
+    found = [*islice(_find_secrets(text, document, tree), _MAX_ERRORS)]
     violations = [*_find_violations(document, tree)] if isinstance(document, Mapping) else []
     try:
         definition = parse_definition(document, source)
@@ -178,7 +178,7 @@ def _parser_problem(error: UnusableDefinition, tree: yaml.Node | None) -> TextPr
 def _find_violations(document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
     found = Draft202012Validator(definition_schema()).iter_errors(document)
     try:
-        errors = list(islice(found, _MOST_ERRORS))
+        errors = list(islice(found, _MAX_ERRORS))
     except ValueError:
         return  # a whole number of thousands of digits has no text; the parser refuses it
     for error in errors:
@@ -224,7 +224,7 @@ def _find_misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
     """Yield a warning for each unknown setting whose name is similar to a known setting."""
     known = definition_schema()["properties"]
     unknown = [key for key in document if isinstance(key, str) and key not in known]
-    for key in unknown[:_MOST_UNKNOWN]:
+    for key in unknown[:_MAX_UNKNOWN]:
         if close := difflib.get_close_matches(key[:MAX_NAME], known, 1, 0.85):
             yield f"`{names.to_single_line(key[:64])}` is not used; did you mean `{close[0]}`?"
 

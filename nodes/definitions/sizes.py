@@ -23,7 +23,7 @@ from localai_cluster.kit import untrusted
 from nodes.definitions.files import Definition
 from nodes.definitions.headers import (
     MAGIC,
-    MOST_TENSORS,
+    MAX_TENSORS,
     Header,
     UnreadableHeader,
     read_config,
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 MEASURE_LIMIT = 10.0
 """Seconds that a measurement may take (C37)."""
-MOST_FILES = 100_000
+MAX_FILES = 100_000
 """Maximum files of one folder that are counted; further files are ignored."""
 FILE_OPTIONS = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
 """R2.37: options, besides the model, that name a file. Each entry of the list `ADAPTERS` names one too."""
@@ -50,7 +50,7 @@ SIDES = (".sha256", ".sha256.target")
 """Suffixes of the checksum files of a file, in the same folder."""
 _WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)", re.ASCII)
-_MOST_SHARDS = 1000
+_MAX_SHARDS = 1000
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _present_files(path: Path) -> Iterator[tuple[str, int]]:
         for shard in shards(path):
             yield from _stat_file(shard)
         return
-    remaining = MOST_FILES
+    remaining = MAX_FILES
     for base, _, file_names in os.walk(path):
         names = without_side_files(file_names)
         for name in names[:remaining]:
@@ -153,7 +153,7 @@ def shards(path: Path) -> list[Path]:
     if (shard := _SHARD.fullmatch(path.name)) is None:
         return [path]
     stem, count, suffix = shard["stem"], shard["count"], shard["suffix"]
-    numbers = range(1, min(int(count), _MOST_SHARDS) + 1)
+    numbers = range(1, min(int(count), _MAX_SHARDS) + 1)
     return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in numbers]
 
 
@@ -223,7 +223,7 @@ def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | No
         if header is None:
             return None
         headers.append(header)
-        if sum(len(header.tensors) for header in headers) > MOST_TENSORS:
+        if sum(len(header.tensors) for header in headers) > MAX_TENSORS:
             logger.warning("The headers of %s and its other parts are refused: too many tensors", name)
             return None
     if len(headers) < 2:
@@ -279,7 +279,7 @@ _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)
 """The key of the chat template and its value's type: a text, which begins with its length in eight bytes."""
 _TEMPLATE_WITHIN = 64 * 1024 * 1024
 """Bytes at the start of a GGUF file that are searched for the template, which follows the vocabulary."""
-_LONGEST_TEMPLATE = 1024 * 1024
+_MAX_TEMPLATE_LENGTH = 1024 * 1024
 
 
 def template_has_tools(folder: Path, definition: Definition) -> bool:
@@ -306,7 +306,7 @@ def tools_in_template(content: bytes) -> bool | None:
     if start < len(_TEMPLATE_KEY) or len(length) < 8:
         return None
     (size,) = struct.unpack("<Q", length)
-    if size > _LONGEST_TEMPLATE:
+    if size > _MAX_TEMPLATE_LENGTH:
         return False
     template = content[start + 8 : start + 8 + size]
     return b"tools" in template or (False if len(template) == size else None)

@@ -33,14 +33,14 @@ from operations.changes.events import notify
 
 log = logging.getLogger(__name__)
 
-MOST_REVISIONS = 200
+MAX_REVISIONS = 200
 """Maximum revisions of a definition that are kept; the oldest are deleted first."""
 RETENTION = timedelta(days=365)
 """Age from which `prune_revisions` and `prune_deleted` may delete."""
-LEAST_REVISIONS = 100
+MIN_REVISIONS = 100
 """Number of the latest revisions of a definition that are kept at any age."""
-LONGEST_REASON = 500
-_MOST_LINES = 5000
+MAX_REASON_LENGTH = 500
+_MAX_LINES = 5000
 """Maximum lines of two texts together that are compared."""
 
 
@@ -184,10 +184,10 @@ def _add_revision(row: ModelDefinition, actor: str, reason: str, now: datetime) 
         text=row.text,
         origin=row.origin,
         actor=actor[:150],
-        reason=reason[:LONGEST_REASON],
+        reason=reason[:MAX_REASON_LENGTH],
         at=now,
     )
-    row.revisions.filter(number__lte=row.revision - MOST_REVISIONS).delete()
+    row.revisions.filter(number__lte=row.revision - MAX_REVISIONS).delete()
 
 
 def restore(
@@ -238,10 +238,10 @@ def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
 def prune_revisions(*, before: datetime, limit: int) -> int:
     """Delete up to `limit` of the oldest revisions from before `before`; return their number.
 
-    The latest `LEAST_REVISIONS` revisions of each definition stay. Two queries.
+    The latest `MIN_REVISIONS` revisions of each definition stay. Two queries.
     """
     old = DefinitionRevision.objects.filter(
-        at__lt=before, number__lte=F("definition__revision") - LEAST_REVISIONS
+        at__lt=before, number__lte=F("definition__revision") - MIN_REVISIONS
     )
     ids = old.order_by("at", "pk").values_list("pk", flat=True)[:limit]
     deleted, _ = DefinitionRevision.objects.filter(pk__in=list(ids)).delete()
@@ -254,7 +254,7 @@ def prune_deleted(*, before: datetime, limit: int) -> int:
     Deletes at most `limit` rows including revisions, but at least one definition. Three queries.
     """
     old = ModelDefinition.objects.filter(deleted_at__lt=before).order_by("deleted_at", "pk")
-    ids = list(old.values_list("pk", flat=True)[: limit // MOST_REVISIONS or 1])
+    ids = list(old.values_list("pk", flat=True)[: limit // MAX_REVISIONS or 1])
     ModelDefinition.objects.filter(pk__in=ids).delete()
     return len(ids)
 
@@ -313,7 +313,7 @@ def diffs(revisions: Sequence[DefinitionRevision]) -> Iterator[str]:
 def diff(former: str, text: str, former_name: str, name: str) -> str:
     """Return a unified diff; if the texts are too long to compare, only their numbers of lines."""
     before, after = former.splitlines(keepends=True), text.splitlines(keepends=True)
-    if len(before) + len(after) > _MOST_LINES:
+    if len(before) + len(after) > _MAX_LINES:
         return f"--- {former_name}: {len(before)} lines\n+++ {name}: {len(after)} lines\n"
     lines = difflib.unified_diff(before, after, former_name, name)
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)

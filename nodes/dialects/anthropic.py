@@ -23,9 +23,9 @@ from nodes.dialects.anthropic_input import (
     without_unknown,
 )
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
-from nodes.dialects.openai_common import MOST_STOPS, Fraction, PositiveInt, Text, TopK
+from nodes.dialects.openai_common import MAX_STOPS, Fraction, PositiveInt, Text, TopK
 from nodes.dialects.openai_messages import (
-    MOST_TOOLS,
+    MAX_TOOLS,
     Choice,
     ForcedTool,
     Function,
@@ -139,7 +139,7 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
     tools: (
         Annotated[
             list[dict[str, Any]],
-            msgspec.Meta(max_length=MOST_TOOLS, description="The client's own; Anthropic's are left out."),
+            msgspec.Meta(max_length=MAX_TOOLS, description="The client's own; Anthropic's are left out."),
         ]
         | None
     ) = None
@@ -165,7 +165,7 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
 
     max_tokens: PositiveInt
     stream: bool | None = None
-    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     temperature: Fraction | None = None
     top_p: Fraction | None = None
     top_k: TopK | None = None

@@ -14,8 +14,8 @@ from localai_cluster.web.wire import field_error
 from nodes.dialects import openai_messages
 from nodes.dialects.openai_common import Text
 from nodes.dialects.openai_messages import (
-    MOST_MESSAGES,
-    MOST_PARTS,
+    MAX_MESSAGES,
+    MAX_PARTS,
     CalledFunction,
     ToolCall,
     encode_json,
@@ -50,7 +50,7 @@ class DocumentSource(msgspec.Struct, frozen=True):
 
     type: Literal["text", "content", "base64", "url", "file"]
     data: str | None = None
-    content: str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+    content: str | Annotated[list[TextBlock], msgspec.Meta(max_length=MAX_PARTS)] | None = None
 
 
 class DocumentBlock(msgspec.Struct, tag_field="type", tag="document", frozen=True):
@@ -95,7 +95,7 @@ class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=Tr
     tool_use_id: Text
     content: (
         str
-        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], msgspec.Meta(max_length=MOST_PARTS)]
+        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], msgspec.Meta(max_length=MAX_PARTS)]
         | None
     ) = None
     is_error: bool | None = None
@@ -111,7 +111,7 @@ class Turn(msgspec.Struct, frozen=True):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[InputBlock], msgspec.Meta(max_length=MOST_PARTS)]
+    content: str | Annotated[list[InputBlock], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 _BLOCK_TYPES = frozenset(block.__struct_config__.tag for block in get_args(InputBlock))
@@ -142,8 +142,8 @@ def _is_unknown(block: Any) -> bool:
     return isinstance(kind, str) and kind not in _BLOCK_TYPES
 
 
-Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
-System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
+Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[ConversationMessage]:

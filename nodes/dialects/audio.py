@@ -143,9 +143,9 @@ class _TranscriptChunks(Chunks):
         return events
 
 
-LARGEST_BODY = 100 * 1024 * 1024
+MAX_BODY_BYTES = 100 * 1024 * 1024
 """Limit on the bytes of a form with an audio file."""
-MOST_PROMPT = 16 * 1024
+MAX_PROMPT = 16 * 1024
 REPEATABLE_FIELD = "timestamp_granularities"
 """The form field that may be repeated; clients append `[]` to its name."""
 _FILE_SUFFIX = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
@@ -156,7 +156,7 @@ class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
 
     model: Text
     language: Annotated[str, msgspec.Meta(max_length=32)] | None = None
-    prompt: Annotated[str, msgspec.Meta(max_length=MOST_PROMPT)] | None = None
+    prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT)] | None = None
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     timestamp_granularities: Annotated[
@@ -267,7 +267,7 @@ CONTENT_TYPES = {
 }
 """Content types by the name of the format in requests."""
 UNKNOWN_CONTENT_TYPE = b"application/octet-stream"
-USUAL_RATE = 16000
+DEFAULT_RATE = 16000
 """Sample rate in Hz of a stream whose engine reports none."""
 _UNKNOWN_LENGTH = 0xFFFFFFFF
 
@@ -311,7 +311,7 @@ def wav_head(rate: int) -> bytes:
     )
 
 
-LONGEST_INPUT = 64 * 1024
+MAX_INPUT_LENGTH = 64 * 1024
 """Limit on the input in characters."""
 UNSUPPORTED_FIELDS = {"stream_format": "`stream` sends sound as it is made"}
 _HEAD_BYTES = 16
@@ -323,7 +323,7 @@ class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
     """The body of a request. `language`, `stream` and `backend` are LocalAI's; `backend` is ignored."""
 
     model: Text
-    input: Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_INPUT)]
+    input: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_INPUT_LENGTH)]
     voice: Annotated[
         _Phrase | None, msgspec.Meta(description="A name that the model knows; no path out of its folder.")
     ] = None
@@ -419,7 +419,7 @@ async def _stream_speech(
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine:
-            first, rate = request.deadline - clock.monotonic(), USUAL_RATE
+            first, rate = request.deadline - clock.monotonic(), DEFAULT_RATE
             replies = engine.speak_stream(call).within(first, conf.cluster().stream_stall)
             async with aclosing(replies):
                 async for reply in replies:

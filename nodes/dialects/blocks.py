@@ -153,7 +153,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 _INCOMPLETE_END = re.compile(r'(?:,\s*)?(?:"(?:[^"\\]|\\.)*"\s*(?::\s*[-+.\w]*)?|[-+.\w]+)?\s*$')
 """The end of truncated JSON that cannot be kept: a comma, a key without a value, or a part of a value."""
-_LONGEST_END = 2000
+_MAX_END_LENGTH = 2000
 """Number of characters at the end of the text that are searched for `_INCOMPLETE_END`."""
 
 
@@ -173,7 +173,7 @@ def _close_truncated_json(text: str) -> str:
             closing.pop()
     if is_text:
         text = re.sub(r"\\(?:u[0-9a-fA-F]{0,3})?$", "", text) + '"'
-    shortened = text[:-_LONGEST_END] + _INCOMPLETE_END.sub("", text[-_LONGEST_END:], count=1)
+    shortened = text[:-_MAX_END_LENGTH] + _INCOMPLETE_END.sub("", text[-_MAX_END_LENGTH:], count=1)
     for attempt in (text, shortened):
         whole = attempt + "".join(reversed(closing))
         try:

@@ -21,15 +21,15 @@ from nodes.gateway.gateway import find_definition
 from nodes.gateway.request import InferenceRequest, node_header
 from nodes.gateway.worker_files import open_files
 
-MOST_IMAGES = 8
-LARGEST_ANSWER = 64 * 1024 * 1024
+MAX_IMAGES = 8
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Limit on the bytes of all images of a request, before base64."""
-LONGEST_PROMPT = 32 * 1024
-USUAL_SIZE, SMALLEST, LARGEST = 512, 16, 4096
+MAX_PROMPT_LENGTH = 32 * 1024
+DEFAULT_SIZE, SMALLEST, LARGEST = 512, 16, 4096
 """Default, minimum and maximum of each side in pixels."""
-USUAL_STEPS = 15
+DEFAULT_STEPS = 15
 """The reference's default number of steps."""
-_LARGEST_SEED = 2**31 - 1
+_MAX_SEED = 2**31 - 1
 UNSUPPORTED_FIELDS = {
     "file": "images to begin from are not accepted",
     "image": "images to begin from are not accepted",
@@ -39,7 +39,7 @@ UNSUPPORTED_FIELDS = {
     "partial_images": "images are not sent in parts",
 }
 
-_Prompt = Annotated[str, msgspec.Meta(max_length=LONGEST_PROMPT)]
+_Prompt = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_LENGTH)]
 _Steps = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 
 
@@ -51,12 +51,12 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
         str,
         msgspec.Meta(
             min_length=1,
-            max_length=LONGEST_PROMPT,
+            max_length=MAX_PROMPT_LENGTH,
             description="What stands behind `|` is what shall not be seen.",
         ),
     ]
     negative_prompt: _Prompt | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_IMAGES)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)] | None = None
     size: Annotated[
         Annotated[str, msgspec.Meta(pattern="^([0-9]{2,4}x[0-9]{2,4}|auto)$")] | None,
         msgspec.Meta(description=f"Width and height, {SMALLEST} to {LARGEST} pixels each."),
@@ -75,7 +75,7 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
     def pixels(self) -> tuple[int, int]:
         """Width and height in pixels; raises InvalidInput."""
         if self.size in (None, "auto"):
-            return USUAL_SIZE, USUAL_SIZE
+            return DEFAULT_SIZE, DEFAULT_SIZE
         width, height = (int(side) for side in str(self.size).split("x"))
         if not (SMALLEST <= width <= LARGEST and SMALLEST <= height <= LARGEST):
             raise InvalidInput(f"size: each side has {SMALLEST} to {LARGEST} pixels", field="size")
@@ -127,8 +127,8 @@ def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) ->
         GenerateImageRequest(
             width=width,
             height=height,
-            step=body.step or body.steps or USUAL_STEPS,
-            seed=(seed + number) & _LARGEST_SEED,
+            step=body.step or body.steps or DEFAULT_STEPS,
+            seed=(seed + number) & _MAX_SEED,
             positive_prompt=positive,
             negative_prompt=body.negative_prompt or negative,
             CLIPSkip=body.clip_skip or 0,
@@ -151,11 +151,11 @@ async def _draw_images(request: InferenceRequest, calls: Sequence[GenerateImageR
                 result = await engine.draw(call, request.deadline - clock.monotonic())
                 if not result.success:
                     raise BackendFailed(result.message or None)
-                remaining = LARGEST_ANSWER - sum(map(len, images))
+                remaining = MAX_ANSWER_BYTES - sum(map(len, images))
                 with await files.fetch(call.dst) as file:
                     images.append(file.read(remaining + 1))
                 if len(images[-1]) > remaining:
-                    raise BackendFailed(f"the images have more than {LARGEST_ANSWER} bytes")
+                    raise BackendFailed(f"the images have more than {MAX_ANSWER_BYTES} bytes")
             return images
 
 

@@ -10,7 +10,7 @@ from localai_cluster.kit import names
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from nodes.definitions.files import Definition
 
-MOST_LINES = 10_000
+MAX_LINES = 10_000
 
 
 class NotSupported(ClusterError):
@@ -70,8 +70,8 @@ def parse_modelfile(text: str) -> Modelfile:
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     """Yield instructions with their values; a value in triple quotes may have several lines."""
     lines = text.splitlines()
-    if len(lines) > MOST_LINES:
-        raise InvalidInput(f"modelfile: has more than {MOST_LINES} lines", field="modelfile")
+    if len(lines) > MAX_LINES:
+        raise InvalidInput(f"modelfile: has more than {MAX_LINES} lines", field="modelfile")
     remaining = iter(lines)
     for line in remaining:
         if not line.strip() or line.lstrip().startswith("#"):

@@ -19,8 +19,8 @@ from localai_cluster.web.wire import Answer, Int64, ResponseBody
 from nodes.dialects import blocks, openai_common, openai_messages
 from nodes.dialects.openai_common import Fraction, Penalty, Seed, Stop, Text, TopK, to_int, to_top_k
 from nodes.dialects.openai_messages import (
-    MOST_MESSAGES,
-    MOST_PARTS,
+    MAX_MESSAGES,
+    MAX_PARTS,
     CalledFunction,
     ToolCall,
     Tools,
@@ -80,7 +80,7 @@ class OllamaCall(msgspec.Struct, frozen=True):
     id: str | None = None
 
 
-Images = Annotated[list[Text], msgspec.Meta(max_length=MOST_PARTS)]
+Images = Annotated[list[Text], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class OllamaMessage(msgspec.Struct, frozen=True):
@@ -184,7 +184,7 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
 class OllamaChatBody(_Body, kw_only=True, frozen=True):
     """The body of a chat. Other fields of Ollama's are ignored, or refused by name."""
 
-    messages: Annotated[list[OllamaMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[OllamaMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Tools | None = None
 
 

@@ -15,7 +15,7 @@ from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common, openai_messages
 from nodes.dialects.openai_common import (
     DONE,
-    MOST_CHOICES,
+    MAX_CHOICES,
     CompletionEvents,
     FinishReason,
     NonNegativeInt,
@@ -288,11 +288,11 @@ CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE)
 DEFAULT_TOKENS = 16
 """Default limit on the tokens of a choice, as in OpenAI's documentation."""
 
-MOST_TOKENS = 256 * 1024
+MAX_TOKENS = 256 * 1024
 """Limit on the token ids of a prompt: decoding millions would block all other requests."""
 
-Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
-Prompts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
+Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+Prompts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
 
 
 class CompletionBody(SamplingBody, kw_only=True, frozen=True):
@@ -301,8 +301,8 @@ class CompletionBody(SamplingBody, kw_only=True, frozen=True):
     prompt: Annotated[
         Text | Prompts,
         msgspec.Meta(
-            description=f"A text, up to {MOST_TOKENS} token ids of the model, or a list of either; "
-            f"at most {MOST_CHOICES} answers, all prompts together."
+            description=f"A text, up to {MAX_TOKENS} token ids of the model, or a list of either; "
+            f"at most {MAX_CHOICES} answers, all prompts together."
         ),
     ]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
@@ -340,8 +340,8 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
     body = wire.parse_struct(fields, CompletionBody)
     prompts = _prompts(body.prompt)
     n = body.n or 1
-    if len(prompts) * n > MOST_CHOICES:
-        raise InvalidInput(f"prompt: at most {MOST_CHOICES} answers in one request", field="prompt")
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidInput(f"prompt: at most {MAX_CHOICES} answers in one request", field="prompt")
     if body.echo and (body.logprobs is not None or not all(isinstance(prompt, str) for prompt in prompts)):
         raise wire.field_error(
             "echo", "only with prompts of text, and without `logprobs`", "unsupported_value"

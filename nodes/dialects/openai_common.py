@@ -19,12 +19,12 @@ from localai_cluster.web.wire import ResponseBody
 from nodes.gateway import schemas
 from nodes.gateway.generation import Head, Sampling, TextDelta, Usage, total_usage
 
-MOST_CHOICES = 32
+MAX_CHOICES = 32
 """Maximum number of choices of one request, for all prompts together."""
-LARGEST_BODY = 8 * 1024 * 1024
+MAX_BODY_BYTES = 8 * 1024 * 1024
 """Limit on the bytes of the body of a request for text."""
-MOST_STOPS = 16
-MOST_BIASES = 1024
+MAX_STOPS = 16
+MAX_BIASES = 1024
 _TOKEN = re.compile("[0-9]{1,10}")
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -40,8 +40,8 @@ TopK = (
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
-Stop = str | Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None
+Choices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
+Stop = str | Annotated[list[Text], msgspec.Meta(max_length=MAX_STOPS)] | None
 
 
 FinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
@@ -86,7 +86,7 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
     seed: Seed | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MAX_BIASES)] | None = None
     top_k: TopK | None = None
     min_p: Fraction | None = None
     repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None

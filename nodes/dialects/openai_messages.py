@@ -16,8 +16,8 @@ from nodes.dialects.openai_common import Text
 from nodes.gateway import schemas
 from nodes.gateway.generation import ConversationMessage
 
-MOST_MESSAGES = 4096
-MOST_PARTS = 256
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", frozen=True):
@@ -80,7 +80,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+    content: str | Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=128)] | None = None
@@ -88,7 +88,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     refusal: str | None = None
 
 
-Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[ConversationMessage]:
@@ -172,7 +172,7 @@ def check_base64(data: str, field_path: str) -> str:
     return data
 
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 Name = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -205,7 +205,7 @@ class ForcedTool(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
-Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
+Tools = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
 Choice = Literal["none", "auto", "required"] | ForcedTool
 
 

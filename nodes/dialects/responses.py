@@ -19,7 +19,7 @@ from nodes.dialects import blocks, openai_common
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.dialects.openai_common import Fraction, PositiveInt, Text
 from nodes.dialects.openai_messages import (
-    MOST_TOOLS,
+    MAX_TOOLS,
     Name,
     check_tools,
     encode_json,
@@ -93,7 +93,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
     tools: (
         Annotated[
             list[dict[str, Any]],
-            msgspec.Meta(max_length=MOST_TOOLS, description="Functions; others are left out."),
+            msgspec.Meta(max_length=MAX_TOOLS, description="Functions; others are left out."),
         ]
         | None
     ) = None

@@ -18,9 +18,9 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import field_error
 from nodes.dialects import openai_messages
 from nodes.dialects.openai_messages import (
-    MOST_MESSAGES,
-    MOST_PARTS,
-    MOST_TOOLS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
     CalledFunction,
     Choice,
     ForcedTool,
@@ -51,7 +51,7 @@ class Content(msgspec.Struct, frozen=True):
     filename: str | None = None
 
 
-Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MOST_PARTS)]
+Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class Item(msgspec.Struct, frozen=True):
     input: str | None = None
 
 
-Items = Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+Items = Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 _REQUIRED_FIELDS = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -138,8 +138,8 @@ def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STOR
         entries.append(InputEntry("input", Item(role="user", content=input_items)))
     else:
         entries += _resolve(input_items, earlier)
-    if len(entries) > MOST_MESSAGES:
-        raise field_error("input", f"at most {MOST_MESSAGES} items with the earlier ones", _TOO_MANY)
+    if len(entries) > MAX_MESSAGES:
+        raise field_error("input", f"at most {MAX_MESSAGES} items with the earlier ones", _TOO_MANY)
     readable = list(_select_readable(entries))
     _check_results(readable)
     return readable
@@ -338,7 +338,7 @@ class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[AllowedTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AllowedTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
 
 
 RequestedChoice = Literal["none", "auto", "required"] | FlatChoice | None
@@ -370,8 +370,8 @@ class FunctionTools:
         # Last, because a function without a namespace keeps its name.
         for tool, path in namespaces:
             self._add_namespace(tool, path)
-        if len(self.functions) > MOST_TOOLS:
-            raise field_error("tools", f"at most {MOST_TOOLS} functions", "array_above_max_length")
+        if len(self.functions) > MAX_TOOLS:
+            raise field_error("tools", f"at most {MAX_TOOLS} functions", "array_above_max_length")
 
     def _add_namespace(self, tool: Mapping[str, Any], path: str) -> None:
         space, inner = tool.get("name"), tool.get("tools")
@@ -395,7 +395,7 @@ class FunctionTools:
         if name not in taken:
             return name
         long_name = _UNSAFE.sub("_", f"{space}__{name}")[-64:]
-        numbered = (f"{long_name[-60:]}_{number}" for number in range(2, MOST_TOOLS + 3))
+        numbered = (f"{long_name[-60:]}_{number}" for number in range(2, MAX_TOOLS + 3))
         return next((free for free in (long_name, *numbered) if free not in taken), long_name)
 
     def _add_function(self, function: FlatTool) -> None:

@@ -311,7 +311,7 @@ async def ollama_embed_one(request: InferenceRequest) -> Answer:
     )
 
 
-MOST_DOCUMENTS = 2048
+MAX_DOCUMENTS = 2048
 
 
 class RerankDocument(msgspec.Struct, frozen=True):
@@ -346,7 +346,7 @@ class RerankBody(msgspec.Struct, frozen=True):
 
     model: Text
     query: Text
-    documents: Annotated[list[str | RerankDocument], msgspec.Meta(min_length=1, max_length=MOST_DOCUMENTS)]
+    documents: Annotated[list[str | RerankDocument], msgspec.Meta(min_length=1, max_length=MAX_DOCUMENTS)]
     top_n: PositiveInt | None = None
     return_documents: bool | None = None
 

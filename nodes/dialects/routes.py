@@ -28,7 +28,7 @@ from nodes.dialects import (
     stored_responses,
     tokens,
 )
-from nodes.dialects.openai_common import LARGEST_BODY
+from nodes.dialects.openai_common import MAX_BODY_BYTES
 from nodes.gateway import streams
 from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
 from nodes.gateway.generation import Dialect, Head
@@ -59,7 +59,7 @@ class Route:
     summary: str
     handler: Handler
     method: str = "POST"
-    limit: int | None = LARGEST_BODY
+    limit: int | None = MAX_BODY_BYTES
     form: bool = False
     envelope: Envelope = OPENAI
     body: type[msgspec.Struct] | None = None
@@ -273,7 +273,7 @@ _V1_ROUTES: Mapping[str, Route] = {
         name="transcribe",
         summary="Write down speech",
         handler=audio.transcribe,
-        limit=audio.LARGEST_BODY,
+        limit=audio.MAX_BODY_BYTES,
         form=True,
         body=audio.TranscriptionBody,
         response=audio.TranscriptResponse,

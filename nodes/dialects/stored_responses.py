@@ -26,8 +26,8 @@ from localai_cluster.kit.errors import InvalidInput, NotFound, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects import blocks, responses
-from nodes.dialects.openai_common import LARGEST_BODY
-from nodes.dialects.openai_messages import MOST_MESSAGES
+from nodes.dialects.openai_common import MAX_BODY_BYTES
+from nodes.dialects.openai_messages import MAX_MESSAGES
 from nodes.dialects.responses_input import NO_STORED_ITEMS, StoredItems
 from nodes.gateway import streams
 from nodes.gateway.endpoint import confirm
@@ -37,9 +37,9 @@ from nodes.gateway.streams import EventStream
 
 logger = logging.getLogger(__name__)
 
-MOST_RESPONSES = 10_000
+MAX_RESPONSES = 10_000
 """Limit on the stored responses of a key."""
-MOST_EARLIER = 1000
+MAX_EARLIER = 1000
 """Maximum number of stored responses in one conversation."""
 RENEWAL_FRACTION = 0.1
 """Fraction of the retention after which another use of a response is recorded."""
@@ -131,7 +131,7 @@ class Store:
         if not previous and not named:
             return StoredContext(StoredItems(is_kept=True))
         parameters = self.parameters(
-            clock.now(), previous=previous, named=sorted(named), bytes=LARGEST_BODY, rows=MOST_EARLIER
+            clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_EARLIER
         )
         with _translate_unreachable():
             rows = await database_pool.shared().fetch_rows(_LOAD, parameters)
@@ -163,7 +163,7 @@ def _referenced_ids(input_items: Any) -> set[str]:
         return set()
     ids = (
         item.get("id")
-        for item in input_items[:MOST_MESSAGES]
+        for item in input_items[:MAX_MESSAGES]
         if isinstance(item, dict) and item.get("type") == "item_reference"
     )
     return {name for name in ids if isinstance(name, str)}
@@ -173,7 +173,7 @@ def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
     """Raise InvalidInput if the conversation is incomplete; the oldest response comes first."""
     if not chain:
         message = f"Previous response with id '{previous[:100]}' not found."
-    elif chain[0][2] is None or (chain[0][1] and len(chain) >= MOST_EARLIER):
+    elif chain[0][2] is None or (chain[0][1] and len(chain) >= MAX_EARLIER):
         message = "the conversation has become too long; send what matters of it as `input`"
     elif chain[0][1]:
         message = f"an earlier response of the conversation, '{chain[0][1]}', is no longer stored"
@@ -209,7 +209,7 @@ class ResponseRecord:
         response_json = wire.encode(response)
         size = _ROW_BYTES + len(self.input) + len(output) + len(response_json)
         now, space = clock.now(), conf.cluster().response_space
-        if size > min(space, LARGEST_BODY):
+        if size > min(space, MAX_BODY_BYTES):
             self.echo["store"] = False
             return
         parameters = self.store.parameters(
@@ -223,7 +223,7 @@ class ResponseRecord:
             used=list(self.used),
             renewed=now - self.store.retention * RENEWAL_FRACTION,
             space=space,
-            most=MOST_RESPONSES,
+            most=MAX_RESPONSES,
         )
         statements = (_ADD, *((_RENEW,) if self.used else ()), _SHRINK)
         try:

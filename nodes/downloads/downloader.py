@@ -50,12 +50,12 @@ log = logging.getLogger(__name__)
 
 POLL_EVERY = 1.0
 """Seconds between two checks of a file that another operation downloads."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-MOST_FAILURES = 6
+FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
+MAX_FAILURES = 6
 """Maximum consecutive failures, without a mebibyte in between, before the operation returns to the queue."""
-LONGEST_WAIT = 60.0
+MAX_WAIT = 60.0
 """Maximum pause in seconds that a download waits for; a longer pause puts the import back in the queue."""
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 
 
 class FetchedFiles(Protocol):
@@ -218,7 +218,7 @@ class Download:
     async def _receive(self, partial: PartialFile) -> str:
         """Receive and verify all bytes; return the hash. Start over if earlier bytes cannot be continued."""
         problem = ""
-        for _ in range(MOST_RESTARTS + 1):
+        for _ in range(MAX_RESTARTS + 1):
             was_resumed = partial.journal.done > 0
             try:
                 await self._receive_spans(partial)
@@ -275,9 +275,9 @@ class Download:
             except SourceError as error:
                 failures = 0 if span.at >= before + CHUNK else failures + 1
                 wanted = error.retry_after if isinstance(error, SourceBusy) else 0.0
-                if error.permanent or failures > MOST_FAILURES or wanted > LONGEST_WAIT:
+                if error.permanent or failures > MAX_FAILURES or wanted > MAX_WAIT:
                     raise
-                pause = max(wanted, backoff.delay(failures, first=FIRST_PAUSE, longest=LONGEST_PAUSE))
+                pause = max(wanted, backoff.delay(failures, first=FIRST_PAUSE, longest=MAX_PAUSE))
                 self._meter.now = f"{self._file.path}: {error.message}; again in {pause:.0f} s"
             await asyncio.sleep(pause)
 

@@ -19,7 +19,7 @@ from nodes.definitions.sizes import path_inside, records_in_definition, shards
 from nodes.downloads.downloader import DownloadMeter
 from nodes.loading import worker_fetch
 from nodes.sources.opening import SourceOpener
-from nodes.sources.plans import MOST_BYTES, ImportPlan, SourceFile
+from nodes.sources.plans import MAX_BYTES, ImportPlan, SourceFile
 from nodes.sources.probing import probe_file
 
 _CONFIGURATIONS = (".json", ".jinja", ".txt", ".yaml", ".yml")
@@ -67,7 +67,7 @@ async def record_files(
         meter.now = f"reading the header of {file.path}"
         probed = await probe_file(opener, file, with_header=_has_header(file, named))
         size = probed.size or file.size
-        if 0 < size < MOST_BYTES:
+        if 0 < size < MAX_BYTES:
             left.recorded.append(
                 RecordedFile(
                     file.path, file.url, size, file.sha256, probed.header, has_tools=probed.has_tools

@@ -74,7 +74,7 @@ AT_ONCE = 4
 """Maximum parallel imports of one controller; each uses the configured number of connections."""
 REPORT_EVERY = 0.5
 """Seconds between two progress reports."""
-FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0
+FIRST_PAUSE, MAX_PAUSE = 30.0, 600.0
 """Seconds in the queue after a transient failure, doubled each time."""
 STALL_TIMEOUT = 600.0
 """Seconds without progress after which the attempt ends, because the models folder may hang."""
@@ -327,7 +327,7 @@ async def _postpone_or_fail(attempt: _Import, error: SourceError) -> Postpone | 
         return SourceError(f"{error.message}; given up after 24 h without a new byte")
     entries = {STALLED_SINCE: stalled.isoformat(), REACHED: max(reached, reached_before)}
     await in_thread(update_payload, *attempt.work.attempt, entries)
-    seconds = backoff.delay(operation.attempts + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+    seconds = backoff.delay(operation.attempts + 1, first=FIRST_PAUSE, longest=MAX_PAUSE)
     if isinstance(error, SourceBusy):
         seconds = max(seconds, error.retry_after)
     until = stalled + GIVE_UP_AFTER

@@ -33,13 +33,13 @@ JOURNAL = ".json"
 CHUNK = 2**20
 FIRST_SPAN = 32 * 2**20
 """Bytes of the first span; its response states the file's size."""
-MOST_SPANS = 64
+MAX_SPANS = 64
 """Maximum spans of one file."""
 HEADROOM = 256 * 2**20
 """Bytes that must stay free on the disk of the models folder."""
 RETENTION = timedelta(days=7)
 """Age after which an abandoned download is removed."""
-_LONGEST_JOURNAL = 64 * 1024
+_MAX_JOURNAL_LENGTH = 64 * 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -153,7 +153,7 @@ class PartialFile:
         """Plan the spans of a file of `total` bytes (-1 = unknown); `first` is being received."""
         first.end, spans = total, [first]
         if with_ranges and total > FIRST_SPAN:
-            size = max(FIRST_SPAN, -(-(total - FIRST_SPAN) // (MOST_SPANS - 1)))
+            size = max(FIRST_SPAN, -(-(total - FIRST_SPAN) // (MAX_SPANS - 1)))
             first.end = FIRST_SPAN
             spans += [ByteSpan(at, min(at + size, total), at) for at in range(FIRST_SPAN, total, size)]
             self.digest = None
@@ -286,7 +286,7 @@ def _open_locked(data: Path) -> int:
 
 def _read_journal(data: Path) -> Journal | None:
     try:
-        text = untrusted.read_file(_journal_of(data), _LONGEST_JOURNAL)
+        text = untrusted.read_file(_journal_of(data), _MAX_JOURNAL_LENGTH)
         journal = msgspec.json.decode(text.rstrip(), type=Journal)
     except (OSError, ValueError):
         return None

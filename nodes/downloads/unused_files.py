@@ -28,9 +28,9 @@ from operations.ledger.admission import Admission, OperationRequest, Requester, 
 from operations.ledger.progress import Tick
 
 KIND = "model_files_remove"
-MOST_LISTED, MOST_REMOVED = 10_000, 1_000
+MAX_LISTED, MAX_REMOVED = 10_000, 1_000
 """Files of a list, and of one removal."""
-MOST_SEEN = 100_000
+MAX_SEEN = 100_000
 """Maximum files of the models folder that one listing examines."""
 _DEFINITIONS = (".yaml", ".yml")
 
@@ -45,13 +45,13 @@ class UnusedFile:
 
 
 def list_unused(models: Path, in_use: FilesInUse) -> list[UnusedFile]:
-    """Return the unused files of the models folder, oldest first, at most `MOST_LISTED`. Blocks.
+    """Return the unused files of the models folder, oldest first, at most `MAX_LISTED`. Blocks.
 
-    Of a larger folder, only the first `MOST_SEEN` files are examined.
+    Of a larger folder, only the first `MAX_SEEN` files are examined.
     """
-    files = [file for file in islice(_files(models), MOST_SEEN) if not in_use.has(file.path)]
-    files += islice(_unused_partials(models, in_use), MOST_LISTED)
-    return sorted(files, key=lambda file: (file.modified_at, file.path))[:MOST_LISTED]
+    files = [file for file in islice(_files(models), MAX_SEEN) if not in_use.has(file.path)]
+    files += islice(_unused_partials(models, in_use), MAX_LISTED)
+    return sorted(files, key=lambda file: (file.modified_at, file.path))[:MAX_LISTED]
 
 
 def _unused_partials(models: Path, in_use: FilesInUse) -> Iterator[UnusedFile]:
@@ -100,7 +100,7 @@ def list_on_nodes(defined: Collection[str]) -> Mapping[tuple[UUID, str], list[Un
     places: dict[tuple[UUID, str], list[UnusedFile]] = {}
     for node_id, node, name, size, seen_at in rows.values_list(
         "node_id", "node__name", "model_name", "size", "seen_at"
-    )[:MOST_LISTED]:
+    )[:MAX_LISTED]:
         if (node_id, name) not in used:
             places.setdefault((node_id, node), []).append(UnusedFile(name, size, seen_at))
     return places
@@ -122,12 +122,12 @@ class Selection:
                 raise errors.NotFound(
                     f"{names.to_single_line(missing[:200])} is not among the unused files", field="paths"
                 )
-            return [listed[path] for path in dict.fromkeys(self.paths)][:MOST_REMOVED]
+            return [listed[path] for path in dict.fromkeys(self.paths)][:MAX_REMOVED]
         old = [file for file in files if self.before is None or file.modified_at < self.before]
         selected: list[UnusedFile] = []
         size = 0
         for file in old:
-            if (self.bytes_needed and size >= self.bytes_needed) or len(selected) == MOST_REMOVED:
+            if (self.bytes_needed and size >= self.bytes_needed) or len(selected) == MAX_REMOVED:
                 break
             selected.append(file)
             size += file.size

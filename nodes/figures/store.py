@@ -30,7 +30,7 @@ DAYS = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
 TABLES = (SAMPLES, HOURS, DAYS)
 LATE_SAMPLES_GRACE = 2 * MINUTE
 """Time after the end of a period in which late samples may arrive."""
-LONGEST_KEPT = DAY
+MAX_RETENTION = DAY
 """Age at which samples are dropped even if they are not packed."""
 SUBJECTS_PER_TRANSACTION = 50
 """Maximum subjects of one transaction, about 20 MB of samples."""
@@ -186,7 +186,7 @@ def maintain(*, now: datetime, limit: float) -> bool:
             return False
         is_packed = _pack_until(now, clock.monotonic() + limit)
         for table in TABLES:
-            table.drop(before=now - (table.kept if is_packed else max(table.kept, LONGEST_KEPT)))
+            table.drop(before=now - (table.kept if is_packed else max(table.kept, MAX_RETENTION)))
     return is_packed
 
 

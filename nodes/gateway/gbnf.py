@@ -95,15 +95,15 @@ def _repetition_suffix(least: int, most: int | None) -> str:
     return "?" if (least, most) == (0, 1) else f"{{{least},{most}}}"
 
 
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 """Largest supported bound; a larger one is ignored, because llama.cpp refuses larger repetition counts."""
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 """Limit on the parts of a schema; a part counts once for each copy that a neighbouring choice causes."""
-MOST_COPIED = 1_000_000
+MAX_COPIED = 1_000_000
 """Limit on the characters copied from the schema and the entries merged, in total. References and choices
 copy them, so a small schema could otherwise expand to a grammar that exceeds memory.
 """
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Limit on the sum of the length bounds of all texts; engines create a rule for each character. Length bounds
 beyond the limit are omitted.
 """
@@ -242,7 +242,7 @@ class _Rules:
         return self.add(f"r{len(self.rules)}", part)
 
     def _check(self) -> None:
-        if self._steps > MOST_STEPS or self._copied > MOST_COPIED:
+        if self._steps > MAX_STEPS or self._copied > MAX_COPIED:
             raise InvalidInput("the schema combines too many choices", field="response_format")
 
     def _literal(self, value: Any) -> Text:
@@ -257,7 +257,7 @@ class _Rules:
             return _FORMATS[format_name]
         least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
         self._characters += max(least, most or 0)
-        if (not least and most is None) or self._characters > MOST_CHARACTERS:
+        if (not least and most is None) or self._characters > MAX_CHARACTERS:
             return Reference("string")
         return _quoted(Repetition(Reference("character"), least, None if most is None else max(most, least)))
 
@@ -467,7 +467,7 @@ def _key(value: Any) -> str:
 
 
 def _bound(value: Any) -> int | None:
-    is_supported = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPEATS
+    is_supported = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_REPEATS
     return value if is_supported else None
 
 

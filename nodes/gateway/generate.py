@@ -68,7 +68,7 @@ _NUMBERS = {
     "presence_penalty": "PresencePenalty",
     "max_tokens": "Tokens",
 }
-_LARGEST_SEED = 2**31 - 1
+_MAX_SEED = 2**31 - 1
 _ANY_SEED = -1
 """The value for a random seed, in definitions and in requests; as in the reference."""
 _REQUEST_FIELDS = {
@@ -123,7 +123,7 @@ def sampling_options(
         if value is not None:
             setattr(options, field, value)
     requested_seed = defaults["seed"] if sampling.seed is None else sampling.seed
-    options.Seed = int(seed if requested_seed == _ANY_SEED else requested_seed) & _LARGEST_SEED
+    options.Seed = int(seed if requested_seed == _ANY_SEED else requested_seed) & _MAX_SEED
     return options
 
 
@@ -134,7 +134,7 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     """
     call = PredictOptions()
     call.CopyFrom(options)
-    call.Seed = (options.Seed + answer) & _LARGEST_SEED
+    call.Seed = (options.Seed + answer) & _MAX_SEED
     if isinstance(prompt, str):
         call.Prompt = prompt
         return call

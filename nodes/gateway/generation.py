@@ -146,7 +146,7 @@ class TextDelta(msgspec.Struct):
         return 64 + len(self.text) + len(self.reasoning) + tools + 200 * tokens
 
 
-LARGEST_PIPE = 256 * 1024
+MAX_PIPE_BYTES = 256 * 1024
 """Approximate limit on the bytes of queued deltas; beyond it the engine is blocked."""
 
 
@@ -166,7 +166,7 @@ class Pipe:
 
     async def put(self, delta: TextDelta) -> None:
         """Add a delta; wait while the pipe is full."""
-        while self._size > LARGEST_PIPE:
+        while self._size > MAX_PIPE_BYTES:
             self._has_space.clear()
             await self._has_space.wait()
         self._queue.append(delta)

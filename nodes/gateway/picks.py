@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 CONFIRMATION_SECONDS = 60.0
 """Seconds for which a confirmation of a key stays valid."""
-MOST_KEYS = 10_000
+MAX_KEYS = 10_000
 
 
 class ConfirmedKeys:
@@ -59,7 +59,7 @@ class ConfirmedKeys:
 
     def add(self, key_hash: str) -> None:
         """Record that the key is valid now."""
-        if len(self._confirmed_at) >= MOST_KEYS and key_hash not in self._confirmed_at:
+        if len(self._confirmed_at) >= MAX_KEYS and key_hash not in self._confirmed_at:
             self._confirmed_at.clear()
         self._confirmed_at[key_hash] = clock.monotonic()
 

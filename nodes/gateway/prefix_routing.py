@@ -20,7 +20,7 @@ from psycopg.types.json import Jsonb
 from localai_cluster import bus_access
 from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.database_pool import UNREACHABLE, Parameters, Pool
-from localai_cluster.kit.settings_table import MOST_PRESSURE
+from localai_cluster.kit.settings_table import MAX_PRESSURE
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics
@@ -43,7 +43,7 @@ class Pressure:
 
     def record(self, model: str, now: datetime) -> None:
         """Record one diversion (R3.18)."""
-        times = self._times.setdefault(model, deque(maxlen=MOST_PRESSURE))
+        times = self._times.setdefault(model, deque(maxlen=MAX_PRESSURE))
         times.append(now)
         self._prune(times, now)
 

@@ -67,9 +67,9 @@ def _message_bytes(conversation: Conversation) -> bytes:
 
 HALF_LIFE = 120.0
 """Seconds in which a block loses half of its weight (C43)."""
-MOST_ENTRIES = 131_072
+MAX_ENTRIES = 131_072
 """Limit on the blocks of all models, about 25 MB: 2,048 prompts of the maximum length."""
-MOST_OWNERS = 4096
+MAX_OWNERS = 4096
 """Limit on the replicas of one model in the table."""
 
 Slot = tuple[UUID, int]
@@ -194,7 +194,7 @@ class _Table:
         is_new = depth < len(chain) or self.match(chain, depth, now) != (slot, depth)
         owner = self.owners.get(slot)
         if owner is None:
-            if len(self.owners) >= MOST_OWNERS:
+            if len(self.owners) >= MAX_OWNERS:
                 return is_new
             owner = self.owners[slot] = _Owner(slot, now)
         node = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
@@ -263,7 +263,7 @@ class _Table:
 class PrefixTables:
     """The prefix tables of one web process, by model. Times are seconds of a monotonic clock."""
 
-    def __init__(self, ttl: float, half_life: float = HALF_LIFE, most: int = MOST_ENTRIES) -> None:
+    def __init__(self, ttl: float, half_life: float = HALF_LIFE, most: int = MAX_ENTRIES) -> None:
         self._ttl = ttl
         self._half_life = half_life
         self._most = most

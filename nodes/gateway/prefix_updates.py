@@ -18,11 +18,11 @@ from localai_cluster.messaging.bus import Bus, BusError, Message
 from nodes.gateway.prefix_table import DEPTH
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 
-MOST_WAITING = 1024
+MAX_WAITING = 1024
 """Limit on the queued messages; beyond it the oldest are dropped."""
 MAX_MESSAGE_BYTES = 16 * 1024
 """Limit on the bytes of a received message: four times the size of the longest chain of a model."""
-LONGEST_MODEL = 255
+MAX_MODEL_LENGTH = 255
 _HASHES = 2**64
 _INDICES = 2**31
 
@@ -68,7 +68,7 @@ def decode(subject: str, payload: bytes) -> PrefixUpdate | None:
         0 <= block_hash < _HASHES for block_hash in update.chain
     ):
         return None
-    has_valid_name = 1 <= len(update.model) <= LONGEST_MODEL
+    has_valid_name = 1 <= len(update.model) <= MAX_MODEL_LENGTH
     return (
         update
         if has_valid_name and max(update.replica, lowest_index) < _INDICES and update.replica >= lowest_index
@@ -83,7 +83,7 @@ class Outbox(PeriodicTask):
         super().__init__("prefix updates", self._publish_queued, interval=None)
         self._bus = bus
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[PrefixUpdate] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[PrefixUpdate] = deque(maxlen=MAX_WAITING)
 
     def queue(self, update: PrefixUpdate) -> None:
         """Queue an update for best-effort delivery. Call it on the event loop only."""

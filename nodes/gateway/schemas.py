@@ -13,13 +13,13 @@ from typing import Any
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web.wire import field_error
 
-MOST_STEPS = 10_000
+MAX_STEPS = 10_000
 """Limit on the parts of all schemas of a request, counted again at every reference. Values of an `enum`
 count, and so do the items that a list must or may have: an engine creates rules for each of them.
 """
 DEEPEST_SCHEMA = 128
 """Limit on the nesting depth of a schema, including references: readers of a schema recurse per level."""
-LONGEST_REFERENCE = 512
+MAX_REFERENCE_LENGTH = 512
 """Limit on the characters of a reference: it is resolved again at each step that reaches it."""
 _SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
 """Skipped keywords: their values are not schemas but may look like references. Definitions count where they
@@ -31,7 +31,7 @@ _MAPS = ("properties", "patternProperties", "dependentSchemas")
 """
 
 
-MOST_GRAMMAR = 256 * 1024
+MAX_GRAMMAR = 256 * 1024
 """Limit on the characters of a grammar."""
 DEEPEST_GRAMMAR = 128
 """Limit on the nesting depth of parentheses in a grammar."""
@@ -44,8 +44,8 @@ def check_grammar(grammar: str) -> None:
     """Raise InvalidInput for a grammar that could crash its engine."""
     if grammar.lstrip().startswith(("{", "%")):
         raise InvalidInput("grammar: is not GBNF; a schema goes to `response_format`", field="grammar")
-    if len(grammar) > MOST_GRAMMAR:
-        raise InvalidInput(f"grammar: has more than {MOST_GRAMMAR} characters", field="grammar")
+    if len(grammar) > MAX_GRAMMAR:
+        raise InvalidInput(f"grammar: has more than {MAX_GRAMMAR} characters", field="grammar")
     level = 0
     for sign in re.findall("[()]", _NO_PARENTHESES.sub(" ", grammar)):
         # Below 0 the engine refuses the grammar; the text after it must not count as less deep.
@@ -66,8 +66,8 @@ def check(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:
             part, ancestors, level = pending.pop()
             steps += _weight(part)
             # Each pending entry is at least one more step.
-            if steps + len(pending) > MOST_STEPS:
-                raise field_error(field, f"the schema has more than {MOST_STEPS} parts, values and items")
+            if steps + len(pending) > MAX_STEPS:
+                raise field_error(field, f"the schema has more than {MAX_STEPS} parts, values and items")
             if level > DEEPEST_SCHEMA:
                 raise field_error(field, f"the schema has more than {DEEPEST_SCHEMA} parts inside each other")
             reference = part.get("$ref") if isinstance(part, dict) else None
@@ -104,8 +104,8 @@ def _inside(part: Any) -> Iterator[Any]:
 def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str], field: str) -> Any:
     if reference in ancestors:
         raise field_error(field, f"the schema is recursive ({reference[:100]})")
-    if len(reference) > LONGEST_REFERENCE:
-        raise field_error(field, f"a reference has more than {LONGEST_REFERENCE} characters")
+    if len(reference) > MAX_REFERENCE_LENGTH:
+        raise field_error(field, f"a reference has more than {MAX_REFERENCE_LENGTH} characters")
     target = resolve_reference(schema, reference)
     if not reference.startswith("#") or not isinstance(target, dict):
         raise field_error(field, f"the schema has no {reference[:100]!r}")

@@ -26,9 +26,9 @@ REPLY = struct.Struct(">?BQ")
 """Header of a reply: True if the process ends after it, a result code, and the bytes of the text."""
 PROMPT_RENDERED, TEMPLATE_REFUSED, TEMPLATE_UNUSABLE, PROMPT_TOO_LONG = range(4)
 """Result codes. The text is the prompt, the template's own refusal, the error of a template, or empty."""
-LARGEST_PROMPT = 32 * 1024 * 1024
+MAX_PROMPT_BYTES = 32 * 1024 * 1024
 """Limit on the characters of a prompt."""
-_LONGEST_ERROR = 500
+_MAX_ERROR_LENGTH = 500
 _REUSE_MEMORY = 256 * 1024
 """Peak memory in KiB above which a process ends after its reply, which frees the memory."""
 
@@ -43,7 +43,7 @@ class _TemplateRefusal(Exception):
 
 
 class _PromptLimitExceeded(Exception):
-    """The prompt is longer than `LARGEST_PROMPT`."""
+    """The prompt is longer than `MAX_PROMPT_BYTES`."""
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -88,13 +88,13 @@ def _check_length(pieces: Iterator[str]) -> Iterator[str]:
     size = 0
     for piece in pieces:
         size += len(piece)
-        if size > LARGEST_PROMPT:
+        if size > MAX_PROMPT_BYTES:
             raise _PromptLimitExceeded
         yield piece
 
 
 def _error_bytes(error: Exception) -> bytes:
-    return str(error)[:_LONGEST_ERROR].encode("utf-8", "backslashreplace")
+    return str(error)[:_MAX_ERROR_LENGTH].encode("utf-8", "backslashreplace")
 
 
 def _raise(message: object) -> None:

@@ -1,7 +1,7 @@
 """Prompts rendered by the Jinja template of a model's definition. Without one the engine uses its own.
 
 Templates run in separate processes with CPU and memory limits of the kernel (`template_process`). A web
-process keeps up to `MOST_AT_ONCE` of them, each started when first needed. A terminated process is replaced
+process keeps up to `MAX_PARALLEL` of them, each started when first needed. A terminated process is replaced
 with the next prompt.
 """
 
@@ -25,8 +25,8 @@ from localai_cluster.kit.processes import MARK_VARIABLE
 from nodes.gateway import template_process
 from nodes.gateway.generation import Conversation, ConversationMessage
 from nodes.gateway.template_process import (
-    LARGEST_PROMPT,
     LENGTH,
+    MAX_PROMPT_BYTES,
     PROMPT_RENDERED,
     PROMPT_TOO_LONG,
     REPLY,
@@ -35,11 +35,11 @@ from nodes.gateway.template_process import (
 
 CPU_LIMIT = 5.0
 """Limit on the CPU seconds of one prompt."""
-LONGEST_WAIT = 30.0
+MAX_WAIT = 30.0
 """Seconds until a process that does not reply is killed; it may be stopped, or the machine is busy."""
 MEMORY_LIMIT = 768 * 1024 * 1024
 """Limit on a process's address space in bytes; Python itself needs about 40 MB."""
-MOST_AT_ONCE = 4
+MAX_PARALLEL = 4
 _PIECE_BYTES = 64 * 1024
 _ENVIRONMENT = ("PYTHONPATH", "LD_LIBRARY_PATH", MARK_VARIABLE)
 """Environment variables that Python needs to start and the reaper needs to identify its children; processes
@@ -78,7 +78,7 @@ async def render(source: str, conversation: Conversation) -> str:
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
     """Return the executor whose threads wait for the processes."""
-    return ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="templates")
+    return ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="templates")
 
 
 def _render(source: str, conversation: Conversation) -> str:
@@ -174,7 +174,7 @@ class _Process:
 
     def exchange(self, request: bytes) -> tuple[bool, int, bytes]:
         """Send a request and return the reply; raise _ProcessEnded or _ProcessSilent if there is none."""
-        deadline = clock.monotonic() + LONGEST_WAIT
+        deadline = clock.monotonic() + MAX_WAIT
         remaining = memoryview(LENGTH.pack(len(request)) + request)
         while remaining:
             _wait(self._input, select.POLLOUT, deadline)
@@ -183,7 +183,7 @@ class _Process:
             except BrokenPipeError as error:
                 raise _ProcessEnded("its process has ended") from error
         is_last, result, length = REPLY.unpack(self._read(REPLY.size, deadline))
-        if length > 4 * LARGEST_PROMPT:
+        if length > 4 * MAX_PROMPT_BYTES:
             raise _ProcessSilent("its process answers too much")
         return is_last, result, self._read(length, deadline)
 
@@ -212,4 +212,4 @@ def _wait(file: int, event: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(file, event)
     if not poll.poll(max(0.0, deadline - clock.monotonic()) * 1000):
-        raise _ProcessSilent(f"its process did not answer within {LONGEST_WAIT:g} s")
+        raise _ProcessSilent(f"its process did not answer within {MAX_WAIT:g} s")

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 ROUTE = "/v1/files/"
 INPUTS = "ephemeral/inputs"
 PIECE_BYTES = 256 * 1024
-LARGEST_OUTPUT = 256 * 1024 * 1024
+MAX_OUTPUT_BYTES = 256 * 1024 * 1024
 """Limit on the bytes that an engine may write for one request."""
 EMPTY_LIMIT = 10.0
 """Time limit in seconds for truncating the files of a request to 0 bytes."""
-_LONGEST_ANSWER = 64 * 1024
+_MAX_ANSWER_LENGTH = 64 * 1024
 _WORKER_NAME = "the worker of the model's node"
 """Text for the worker in messages to callers who may not see nodes."""
 _NO_FILES_MESSAGE = "takes and gives no files right now"
@@ -98,8 +98,8 @@ class WorkerFiles:
                 size = 0
                 async for piece in response.aiter_raw(PIECE_BYTES):
                     size += len(piece)
-                    if size > LARGEST_OUTPUT:
-                        raise BackendFailed(f"the engine wrote more than {LARGEST_OUTPUT} bytes")
+                    if size > MAX_OUTPUT_BYTES:
+                        raise BackendFailed(f"the engine wrote more than {MAX_OUTPUT_BYTES} bytes")
                     await asyncio.to_thread(file.write, piece)
             if not size:
                 raise BackendFailed("the engine wrote nothing")
@@ -126,7 +126,7 @@ class WorkerFiles:
             body = b""
             async for piece in response.aiter_raw():
                 body += piece
-                if len(body) > _LONGEST_ANSWER:
+                if len(body) > _MAX_ANSWER_LENGTH:
                     raise FilesUnavailable(f"{self._subject} sends too long an answer")
             return body
 

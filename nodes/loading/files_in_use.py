@@ -137,7 +137,7 @@ class _LinkReader:
         self.paths: set[str] = set()
         self.problem = ""
         self._models, self._root = models, models.resolve()
-        self._left = sizes.MOST_FILES
+        self._left = sizes.MAX_FILES
         self._walked: set[Path] = set()
 
     def add(self, path: Path) -> None:
@@ -170,7 +170,7 @@ class _LinkReader:
         for base, folders, files in os.walk(folder, onerror=fail):
             self._left -= len(folders) + len(files)
             if self._left < 0:
-                self.problem = f"the folders of models have more than {sizes.MOST_FILES} files"
+                self.problem = f"the folders of models have more than {sizes.MAX_FILES} files"
                 return []
             links += [path for name in (*folders, *files) if (path := Path(base, name)).is_symlink()]
         return links

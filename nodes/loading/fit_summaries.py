@@ -25,7 +25,7 @@ from nodes.placement.explain import FleetView, explain_memory, nearest_by_memory
 from nodes.replicas import eviction, fleet_queries
 from operations.executor.work import in_thread
 
-MOST_MODELS = 100
+MAX_MODELS = 100
 
 
 @dataclass(frozen=True)

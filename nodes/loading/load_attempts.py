@@ -3,7 +3,7 @@
 Each failure is recorded before the retry or the end takes effect. The record compares no nodes; it has the
 cause, how often the cause has occurred, and whether the load is still needed.
 
-A refusal by one node does not apply to the next: the load tries up to `MOST_NODES` nodes, each once. The
+A refusal by one node does not apply to the next: the load tries up to `MAX_NODES` nodes, each once. The
 payload of the operation stores the reasons. If all fail, the reasons are the load's error, so a definition
 that no engine can load costs a few attempts.
 """
@@ -24,7 +24,7 @@ from nodes.decisions.decision_log import DecisionRecord, NodeSlot
 from nodes.definitions.files import Definition
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.models import DecisionKind
-from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
+from nodes.placement.explain import MAX_SENTENCE_LENGTH, DecisionOutcome, truncate
 from nodes.placement.load_times import NodeBackoffs, add_failure, into_payload
 from nodes.replicas import eviction
 from nodes.replicas.slots import Slot
@@ -32,7 +32,7 @@ from operations.executor.work import Abandoned, Postpone, Work, retry_delay
 from operations.ledger.progress import Tick
 from operations.models import Operation
 
-MOST_NODES = 3
+MAX_NODES = 3
 MAX_ENGINE_DEATHS = 3
 """Maximum number of engines that may die during one load; the operation counts them."""
 _REFUSALS = "refusals"
@@ -53,7 +53,7 @@ class Cause(StrEnum):
 
 _MAX_ATTEMPTS = {
     Cause.ENGINE_DIED: MAX_ENGINE_DEATHS,
-    Cause.NODE_REFUSED: MOST_NODES,
+    Cause.NODE_REFUSED: MAX_NODES,
     Cause.FAILED: 1,
     Cause.UNDEFINED: 1,
 }
@@ -204,7 +204,7 @@ def record_undefined(load: UUID) -> errors.NotFound:
 def _record(operation: Operation, cause: Cause, outcome: Exception, slot: Slot | None = None) -> None:
     explanation = decision_log.explanation_without_fleet(
         DecisionOutcome.WAITING if isinstance(outcome, Postpone) else DecisionOutcome.REFUSED,
-        truncate(str(outcome), LONGEST_SENTENCE),
+        truncate(str(outcome), MAX_SENTENCE_LENGTH),
         cause=cause,
         times=_count_occurrences(operation.payload, cause),
         over=isinstance(outcome, Abandoned),

@@ -35,7 +35,7 @@ from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading.load_attempts import Attempt
 from nodes.models import ModelDefinition, ModelLoadInfo, NodeBackend, NodeModel, Phase
-from nodes.placement.fit import LARGEST, MOST_READINGS, EngineReading
+from nodes.placement.fit import LARGEST, MAX_READINGS, EngineReading
 from nodes.replicas import reserved_memory
 from operations.executor.work import in_thread
 
@@ -45,9 +45,9 @@ MEASUREMENT_TIMEOUT = 3.0
 """Seconds that a worker has to measure an engine. Neither the load nor a request waits for the result."""
 SETTLE_TIME = timedelta(seconds=2)
 """Time after a load until a reading includes all of its memory: clocks differ, and readings take time."""
-MOST_AT_ONCE = 50
+MAX_PARALLEL = 50
 """Maximum readings that one pass stores, each in its own transaction."""
-MOST_KEYS = 8
+MAX_KEYS = 8
 """Maximum combinations of definition, build and device whose readings are kept per model; latest first."""
 _BUILD = Coalesce(NullIf("digest", Value("")), NullIf("version", Value("")), "uri")
 _DEVICE = Case(When(node__total_vram=0, then=Value("cpu")), default=F("node__gpu_vendor"))
@@ -232,7 +232,7 @@ def learn_from_readings(*, now: datetime) -> int:
     )
     return sum(
         _store_reading(row, reserved_memory.taken_since_load(row), own=False, now=now)
-        for row in ready.order_by("loaded_at", "id")[:MOST_AT_ONCE]
+        for row in ready.order_by("loaded_at", "id")[:MAX_PARALLEL]
     )
 
 
@@ -261,9 +261,9 @@ def _store_reading(row: NodeModel, size: int, *, own: bool, now: datetime) -> bo
         readings, other_entries = [reading], []
         for stored in info.memory:
             if {**stored, **entry} == stored:
-                readings = [*stored["readings"], reading][-MOST_READINGS:]
+                readings = [*stored["readings"], reading][-MAX_READINGS:]
             else:
                 other_entries.append(stored)
-        info.memory = [*other_entries, {**entry, "readings": readings}][-MOST_KEYS:]
+        info.memory = [*other_entries, {**entry, "readings": readings}][-MAX_KEYS:]
         info.save(update_fields=["memory"])
     return True

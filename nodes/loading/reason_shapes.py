@@ -24,7 +24,7 @@ from localai_cluster.web.shapes import (
     text,
 )
 from nodes.models import DecisionKind, PlacementOutcome
-from nodes.placement.explain import MOST_VERDICTS, Explanation, MemoryExplanation, MemoryVerdict
+from nodes.placement.explain import MAX_VERDICTS, Explanation, MemoryExplanation, MemoryVerdict
 from nodes.registry.shape import NODE_STATUS
 from nodes.replicas.shape import REPLICA_STATE
 
@@ -188,7 +188,7 @@ MEMORY = Shape(
         field("terms", mapping(_BYTES), "The terms of the need: weights, context, buffers and so on."),
         field("context", count(), "Tokens of context in the definition; 0: not known."),
         field("considered", count(), "The number of nodes."),
-        field("nodes", NODE_MEMORY.many, f"At most {MOST_VERDICTS}; those that fit come first."),
+        field("nodes", NODE_MEMORY.many, f"At most {MAX_VERDICTS}; those that fit come first."),
     ],
 )
 DECISION = Shape("PlacementDecision", "One decision of placement, and why.", _DECISION)

@@ -40,7 +40,7 @@ from nodes.definitions.recorded_files import (
 from nodes.definitions.sizes import (
     ADAPTERS,
     FILE_OPTIONS,
-    MOST_FILES,
+    MAX_FILES,
     SIDES,
     path_inside,
     shards,
@@ -302,8 +302,8 @@ class _FolderReader:
             folders.sort()
             for name in without_side_files(filenames):
                 count += 1
-                if count > MOST_FILES:
-                    raise Unsendable(f"has more than {MOST_FILES} files")
+                if count > MAX_FILES:
+                    raise Unsendable(f"has more than {MAX_FILES} files")
                 yield self._file(Path(base, name))
 
     def _present_parts(self, path: Path) -> Iterator[LocalFile]:
@@ -396,7 +396,7 @@ CHUNK = 2**20
 RETENTION = timedelta(days=90)
 """Age after which a hash is computed again and the stored one is removed."""
 _SETTLED_AFTER = 2.0
-_LONGEST_PATH = 1024
+_MAX_PATH_LENGTH = 1024
 """Bytes of a path; the hash of a file with a longer path is not stored."""
 
 
@@ -419,7 +419,7 @@ async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, s
     finally:
         source.close()
     settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER
-    if settled and len(file.relative.encode()) <= _LONGEST_PATH:
+    if settled and len(file.relative.encode()) <= _MAX_PATH_LENGTH:
         await in_thread(store_hash, file.relative, stamp, digest.hexdigest(), clock.now())
     return digest.hexdigest(), stamp
 

@@ -339,7 +339,7 @@ async def _send_in_time(
     Raise FilesAtSource, except for `downloaded` files: these are sent and not fetched again.
     """
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
-    limit = asyncio.timeout(max(load_times.LONGEST_HOLD - age, 0))
+    limit = asyncio.timeout(max(load_times.MAX_HOLD - age, 0))
     try:
         async with limit:
             return await _send(attempt, planned, limits, downloaded)
@@ -352,7 +352,7 @@ async def _send_in_time(
     except OSError as error:
         if not limit.expired():
             raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
-        hours = load_times.LONGEST_HOLD / 3600
+        hours = load_times.MAX_HOLD / 3600
         raise LoadFailed(
             f"staging: deadline exceeded, the files were not there after {hours:.0f} h"
         ) from None

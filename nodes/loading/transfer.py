@@ -3,7 +3,7 @@
 HEAD returns the worker's state of the file. A file with our hash is complete; otherwise the missing bytes are
 sent by one PUT with their range and the hash of the complete file (worker.md §12, §13), or by several, since
 a worker refuses bodies above its limit. Transient failures are retried after 1, 2, 4 … 30 s as long as the
-transfer advances, but a worker that does not answer at all is tried only `MOST_UNANSWERED` times; every other
+transfer advances, but a worker that does not answer at all is tried only `MAX_UNANSWERED` times; every other
 failure is a refusal with the worker's text. The worker holds the state, so another controller can resume the
 transfer of a killed controller. `UploadMeter` sums up the progress of all files of a model.
 """
@@ -136,11 +136,11 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-_MOST_BYTES = 64 * 1024
+_MAX_BYTES = 64 * 1024
 """Maximum bytes of a response that are read."""
-MOST_UNANSWERED = 3
+MAX_UNANSWERED = 3
 """Consecutive unanswered requests after which the port counts as unreachable."""
-LARGEST_PART = 50 * 2**30
+MAX_PART_BYTES = 50 * 2**30
 """Maximum bytes of one PUT; a worker refuses larger bodies (worker.md §12.3)."""
 _TRANSIENT = {
     308: "its worker has only a part of the file",
@@ -301,7 +301,7 @@ class Transfer:
             self.fetch_problem = worker_fetch.skip_reason(source.host, seen_at)
             return ""
         path = await self._fetch_by_worker(source)
-        for _ in range(MOST_UNANSWERED):
+        for _ in range(MAX_UNANSWERED):
             if path or not self._lost_worker or self.file.record is None:
                 break
             # There is no file to send: if the worker has gone, another node is better than a download here.
@@ -408,7 +408,7 @@ class Transfer:
             self._unanswered = 0
         except httpx.TransportError as error:
             self._unanswered += 1
-            if self._unanswered >= MOST_UNANSWERED:
+            if self._unanswered >= MAX_UNANSWERED:
                 raise Unreachable(reason_of(error)) from error
             raise
         finally:
@@ -428,7 +428,7 @@ class Transfer:
 
     async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> PutResponse:
         size = self.file.size
-        end = min(size, offset + LARGEST_PART) if ranged else size
+        end = min(size, offset + MAX_PART_BYTES) if ranged else size
         headers = {
             "Content-Type": "application/octet-stream",
             "Content-Length": str(end - offset),
@@ -497,6 +497,6 @@ async def _text(response: httpx.Response) -> str:
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
-        if len(body) >= _MOST_BYTES:
+        if len(body) >= _MAX_BYTES:
             break
-    return bytes(body[:_MOST_BYTES]).decode("utf-8", "replace")
+    return bytes(body[:_MAX_BYTES]).decode("utf-8", "replace")

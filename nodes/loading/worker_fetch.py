@@ -35,7 +35,7 @@ UNREACHED_LIFETIME = timedelta(minutes=10)
 """Time for which a source is not tried again from a node that could not reach it."""
 _ROUTE = "/v1/files-fetch/"
 _SCHEMES = ("https://", "http://", "hf://")
-_LONGEST_LINE, _LONGEST_WORDS = 16 * 1024, 300
+_MAX_LINE_LENGTH, _MAX_MESSAGE_LENGTH = 16 * 1024, 300
 _QUERY = re.compile(r"\?\S*")
 _PINNED_URL = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
 
@@ -170,7 +170,7 @@ async def _read_lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
     buffer = b""
     async for piece in response.aiter_raw():
         *lines, buffer = (buffer + piece).split(b"\n")
-        if len(buffer) > _LONGEST_LINE or any(len(line) > _LONGEST_LINE for line in lines):
+        if len(buffer) > _MAX_LINE_LENGTH or any(len(line) > _MAX_LINE_LENGTH for line in lines):
             raise FetchFailed("its worker sent a line that is too long")
         if response.status_code == 200:
             for line in lines:
@@ -190,4 +190,4 @@ def _parse_line(line: bytes) -> _AnswerLine:
 
 def _readable_reason(text: str) -> str:
     """Return the worker's reason on one line, without query strings of URLs: they may be signatures."""
-    return names.to_readable_text(_QUERY.sub("", text))[:_LONGEST_WORDS].strip() or "no reason given"
+    return names.to_readable_text(_QUERY.sub("", text))[:_MAX_MESSAGE_LENGTH].strip() or "no reason given"

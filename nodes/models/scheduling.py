@@ -259,8 +259,8 @@ class PlacementLog(models.Model):
         return f"{self.base}@{self.position}"
 
 
-LONGEST_KEY, LONGEST_VALUE = 128, 255
-MOST_KEYS = 64
+MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 128, 255
+MAX_KEYS = 64
 
 
 def readable_selector(selector: Any) -> dict[str, str] | None:
@@ -275,8 +275,8 @@ def check_selector(selector: Any) -> dict[str, str]:
     """Return the selector; raise InvalidInput if it is invalid."""
     if not isinstance(selector, dict):
         raise errors.InvalidInput("node_selector must be an object of strings", field="node_selector")
-    if len(selector) > MOST_KEYS:
-        raise errors.InvalidInput(f"node_selector must have at most {MOST_KEYS} keys", field="node_selector")
+    if len(selector) > MAX_KEYS:
+        raise errors.InvalidInput(f"node_selector must have at most {MAX_KEYS} keys", field="node_selector")
     for key, value in selector.items():
         check_label(key, value, "node_selector")
     return selector
@@ -284,14 +284,14 @@ def check_selector(selector: Any) -> dict[str, str]:
 
 def check_label(key: Any, value: Any, field: str) -> None:
     """Raise InvalidInput for `field` unless a label can have this key and value."""
-    if not isinstance(key, str) or not 1 <= len(key) <= LONGEST_KEY:
-        raise errors.InvalidInput(f"{field}: a key must have 1 to {LONGEST_KEY} characters", field=field)
+    if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH:
+        raise errors.InvalidInput(f"{field}: a key must have 1 to {MAX_KEY_LENGTH} characters", field=field)
     _check_text(key, "a key", field)
     if not isinstance(value, str):
         raise errors.InvalidInput(f"{field}: the value of {key!r} must be a string", field=field)
-    if len(value) > LONGEST_VALUE:
+    if len(value) > MAX_VALUE_LENGTH:
         raise errors.InvalidInput(
-            f"{field}: the value of {key!r} exceeds {LONGEST_VALUE} characters", field=field
+            f"{field}: the value of {key!r} exceeds {MAX_VALUE_LENGTH} characters", field=field
         )
     _check_text(value, f"the value of {key!r}", field)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-MOST_LAYERS = 1024
+MAX_LAYERS = 1024
 _REPACKED_TYPES = frozenset((2, 10, 12, 20, 39))
 """ggml's numbers of Q4_0, Q2_K, Q4_K, IQ4_NL and MXFP4 (`ggml_repack_get_optimal_repack_type` for x86)."""
 _WINDOWS = {
@@ -145,7 +145,7 @@ def describe(header: ModelHeader, size: int) -> Model | None:
 def _describe(header: ModelHeader, size: int) -> Model | None:
     figures, architecture = _Figures(header.figures), header.architecture
     count, width = figures.of("block_count"), figures.of("embedding_length")
-    if not 0 < count <= MOST_LAYERS or width <= 0:
+    if not 0 < count <= MAX_LAYERS or width <= 0:
         return None
     layers = [Layer() for _ in range(count)]
     output = Layer()

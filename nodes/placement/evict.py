@@ -24,7 +24,7 @@ from nodes.placement.memory import FreeByGpu, add_freed_memory
 JUST_LOADED = timedelta(seconds=5)
 """Time after its load during which a replica is protected, because waiting requests are about to use it."""
 _PAST, _FUTURE = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
-_MAX_NAMED, _LONGEST_NAME = 5, 64
+_MAX_NAMED, _MAX_NAME_LENGTH = 5, 64
 
 
 class ProtectionReason(StrEnum):
@@ -270,7 +270,7 @@ def join_names(names: Iterable[str]) -> str:
     """Join the first few names, each cut in length, and add the number of the remaining names."""
     sorted_names = sorted(names)
     suffix = [f"{len(sorted_names) - _MAX_NAMED} more"] if len(sorted_names) > _MAX_NAMED else []
-    return ", ".join([*(name[:_LONGEST_NAME] for name in sorted_names[:_MAX_NAMED]), *suffix])
+    return ", ".join([*(name[:_MAX_NAME_LENGTH] for name in sorted_names[:_MAX_NAMED]), *suffix])
 
 
 def _describe_protections(residents: Iterable[Sequence[Resident]], guard: ProtectionRules) -> str:

@@ -48,14 +48,14 @@ from nodes.placement.fit import Terms
 from nodes.placement.load_times import NodeBackoffs
 from nodes.placement.sizes import describe_need
 
-MOST_BYTES = 16 * 1024
+MAX_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""
 MAX_SHOWN_NODES = 5
 """Maximum number of best nodes, and of nearest misses, in an explanation."""
-MOST_VERDICTS = 20
+MAX_VERDICTS = 20
 """Number of nodes whose memory is compared with a need in an answer."""
-LONGEST_SENTENCE = 1000
-_LONGEST_SELECTOR, _LONGEST_NAME = 400, 64
+MAX_SENTENCE_LENGTH = 1000
+_MAX_SELECTOR_LENGTH, _MAX_NAME_LENGTH = 400, 64
 """Characters; a name is cut only if the explanation is too large otherwise."""
 OTHER_COLUMNS_BYTES = 2560
 """Bytes reserved for the other columns of a row: two names of 255 characters, ids and times."""
@@ -117,12 +117,12 @@ class Explanation:
 
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
-    """Explain why `snapshot` led to `decision`, in at most `MOST_BYTES`."""
-    sentence = truncate(_decision_sentence(snapshot, decision), LONGEST_SENTENCE)
+    """Explain why `snapshot` led to `decision`, in at most `MAX_BYTES`."""
+    sentence = truncate(_decision_sentence(snapshot, decision), MAX_SENTENCE_LENGTH)
     best, misses = list(_best_nodes(snapshot, decision)), list(_nearest_misses(snapshot, decision))
     facts: dict[str, Any] = {
         "need": _need_facts(snapshot.need),
-        "selector": truncate(str(snapshot.selector), _LONGEST_SELECTOR)
+        "selector": truncate(str(snapshot.selector), _MAX_SELECTOR_LENGTH)
         if snapshot.selector.labels != ANY_NODE.labels
         else "",
         "nodes": {"considered": len(snapshot.nodes), "feasible": len(decision.ranked)},
@@ -131,9 +131,9 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
         "misses": misses,
         "evicts": [],
     }
-    if len(orjson.dumps([sentence, facts])) > MOST_BYTES - OTHER_COLUMNS_BYTES - _VICTIMS_BYTES:
+    if len(orjson.dumps([sentence, facts])) > MAX_BYTES - OTHER_COLUMNS_BYTES - _VICTIMS_BYTES:
         for entry in [*best, *misses]:
-            entry["node"] = truncate(entry["node"], _LONGEST_NAME)
+            entry["node"] = truncate(entry["node"], _MAX_NAME_LENGTH)
             entry.pop("against", None)
     outcome = DecisionOutcome.WAITING if decision.node is None else DecisionOutcome.PLACED
     return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
@@ -163,7 +163,7 @@ def describe_victims(victims: Iterable[Resident]) -> list[dict[str, Any]]:
     return [
         {
             "replica_id": str(victim.id),
-            "replica": truncate(victim.name, _LONGEST_NAME),
+            "replica": truncate(victim.name, _MAX_NAME_LENGTH),
             "vram": victim.vram,
             "last_used": victim.last_used.isoformat(),
         }
@@ -201,7 +201,7 @@ def reason_code(reason: Reason) -> str:
 
 def _compare(snapshot: FleetView, node: Candidate, other: Candidate, *, is_ahead: bool) -> str:
     """Describe the first term of the rank in which two nodes differ. `is_ahead`: `node` is the better one."""
-    need, name = snapshot.need, truncate(other.name, _LONGEST_NAME)
+    need, name = snapshot.need, truncate(other.name, _MAX_NAME_LENGTH)
     rank, other_rank = (rank_node(ranked, need, snapshot.backoffs) for ranked in (node, other))
     differing = (term for term in TERMS if getattr(rank, term) != getattr(other_rank, term))
     if (term := next(differing, None)) is None:
@@ -355,7 +355,7 @@ class NodeMemory:
 
     def describe(self, terms: Terms = ()) -> str:
         """Return the verdict as a sentence, with the terms of the need if `terms` has any."""
-        name = truncate(self.node.name, _LONGEST_NAME)
+        name = truncate(self.node.name, _MAX_NAME_LENGTH)
         match self.verdict:
             case MemoryVerdict.REFUSED:
                 return f"not on {name}: {self.reason}"
@@ -389,7 +389,7 @@ class MemoryExplanation:
             parts.append(entry.describe(terms))
             terms = () if entry.verdict == MemoryVerdict.FITS else terms
         rest = self.considered - len(parts)
-        return truncate("; ".join([*parts, *([f"and {rest} more"] if rest else [])]), LONGEST_SENTENCE)
+        return truncate("; ".join([*parts, *([f"and {rest} more"] if rest else [])]), MAX_SENTENCE_LENGTH)
 
 
 def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | None]]:
@@ -404,7 +404,7 @@ def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | Non
         node, refusal = pair
         return refusal is not None, not has_memory(node, need), -node.free_vram, node.name
 
-    return heapq.nsmallest(MOST_VERDICTS, pairs, key=distance)
+    return heapq.nsmallest(MAX_VERDICTS, pairs, key=distance)
 
 
 def explain_memory(

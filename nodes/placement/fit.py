@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
-from nodes.placement.architectures import MOST_LAYERS, Layer, Model, ModelHeader, describe
+from nodes.placement.architectures import MAX_LAYERS, Layer, Model, ModelHeader, describe
 
 CONTEXT = 8192
 """Context in tokens if the definition does not set one (C37)."""
-LEAST_CONTEXT = 1024
+MIN_CONTEXT = 1024
 """The smallest context, in tokens, that is offered instead of one that does not fit."""
 BATCH = 512
 LARGEST = 2**62
 """Upper limit of an estimate in bytes: sums of nonsensical values in a header must not overflow a column."""
 _MIB = 2**20
 _BYTES_PER_TOKEN = 2048
-_MOST_GPUS = 128
+_MAX_GPUS = 128
 _MAX_LAYER_COUNTS = 32
 """Maximum number of layer counts that are compared if not all layers fit."""
 _CELL_MULTIPLE = 256
@@ -81,7 +81,7 @@ class LoadOptions:
     unified: bool = True
     """True if the slots share one cache; otherwise each slot has an equal part of the cache."""
     batch: int = BATCH
-    gpu_layers: int = MOST_LAYERS
+    gpu_layers: int = MAX_LAYERS
     gpus: int = 1
     split: tuple[float, ...] = ()
     """The weight of each GPU by its index, if the definition states `tensor_split`."""
@@ -138,7 +138,7 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
         unified=extra.get("kv_unified", extra.get("unified_kv", ""))
         not in ("false", "0", "no", "off", "disabled"),
         batch=max(1, min(batch, context)),
-        gpu_layers=MOST_LAYERS if layers is None or layers < 0 else layers,
+        gpu_layers=MAX_LAYERS if layers is None or layers < 0 else layers,
         gpus=1 if split_mode == "none" else max(1, sum(share > 0 for share in split)),
         split=split,
         main_gpu=_parse_positive_int(options.get("MainGPU"), 0),
@@ -156,7 +156,7 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
 def _parse_tensor_split(text: str) -> tuple[float, ...]:
     """Parse `tensor_split`; return () if the text is unusable."""
     try:
-        shares = tuple(float(share) for share in text.replace("/", ",").split(",")[:_MOST_GPUS])
+        shares = tuple(float(share) for share in text.replace("/", ",").split(",")[:_MAX_GPUS])
     except ValueError:
         return ()
     return shares if all(0 <= share < 2**31 for share in shares) and any(shares) else ()
@@ -278,7 +278,7 @@ def estimate(files: Files, load: LoadOptions, kind: str = "cuda") -> Terms:
     if kind == "cpu" or load.gpu_layers:
         terms["projector"], terms["adapters"] = files.projector, files.adapters
     if files.draft > 0:
-        draft_load = replace(load, gpu_layers=MOST_LAYERS if load.gpu_layers else 0)
+        draft_load = replace(load, gpu_layers=MAX_LAYERS if load.gpu_layers else 0)
         terms["draft"] = sum(_model_terms(files.draft_header, files.draft, draft_load, kind).values())
     if files.header is not None and load.gpu_layers:
         terms["backend"] = BACKEND_CONTEXT.get(kind, 0) * load.gpus
@@ -312,9 +312,9 @@ def fewer_layers(files: Files, load: LoadOptions, kind: str, needed: int = 0) ->
     )
 
 
-MOST_READINGS = 5
+MAX_READINGS = 5
 """Maximum stored readings of one definition, backend build and kind of device."""
-MOST_OWN, MOST_DIFFERENCE = 2.0, 1.5
+MAX_OWN, MAX_DIFFERENCE = 2.0, 1.5
 """Multiples of the estimate above which an engine's own figure, or a difference of readings, is ignored."""
 
 
@@ -338,7 +338,7 @@ def apply_readings(terms: Terms, readings: Sequence[EngineReading]) -> tuple[Ter
     """
     floor = tuple((name, size) for name, size in terms if name in ("weights", "context"))
     least = total_bytes(floor)
-    limits = {True: MOST_OWN * total_bytes(terms), False: MOST_DIFFERENCE * total_bytes(terms)}
+    limits = {True: MAX_OWN * total_bytes(terms), False: MAX_DIFFERENCE * total_bytes(terms)}
     counted = [reading for reading in readings if not terms or least <= reading.size <= limits[reading.own]]
     rest = max((reading.size for reading in counted), default=0) - least
     if not counted:
@@ -355,7 +355,7 @@ def smaller_contexts(files: Files, load: LoadOptions, kind: str = "cuda") -> Pai
     """Return the context in tokens and the smaller powers of two, each with the bytes that it saves."""
     needed = total_bytes(estimate(files, load, kind))
     contexts = [load.context]
-    while contexts[-1] > LEAST_CONTEXT:
+    while contexts[-1] > MIN_CONTEXT:
         contexts.append(1 << (contexts[-1] - 1).bit_length() - 1)
     loads = (replace(load, context=context, slots=min(load.slots, context)) for context in contexts)
     return tuple((less.context, needed - total_bytes(estimate(files, less, kind))) for less in loads)

@@ -33,7 +33,7 @@ from nodes.placement.evict import (
     nodes_short_of_memory,
 )
 from nodes.placement.explain import (
-    LONGEST_SENTENCE,
+    MAX_SENTENCE_LENGTH,
     DecisionOutcome,
     Explanation,
     FleetView,
@@ -143,7 +143,7 @@ def decide_load(
     if decision.node is None and is_expired:
         explanation = replace(explanation, outcome=DecisionOutcome.REFUSED)
     if question.refused_by_all(decision):
-        sentence = truncate(f"{_REFUSED_BY_ALL}; {explanation.sentence}", LONGEST_SENTENCE)
+        sentence = truncate(f"{_REFUSED_BY_ALL}; {explanation.sentence}", MAX_SENTENCE_LENGTH)
         return replace(explanation, outcome=DecisionOutcome.REFUSED, sentence=sentence)
     if eviction is None or eviction.node is None or eviction.drains:
         chosen = question.choose_partial(decision)
@@ -153,12 +153,12 @@ def decide_load(
         return explanation
     if eviction.node is None:
         return replace(
-            explanation, sentence=truncate(f"{explanation.sentence}; {eviction.why}", LONGEST_SENTENCE)
+            explanation, sentence=truncate(f"{explanation.sentence}; {eviction.why}", MAX_SENTENCE_LENGTH)
         )
     return replace(
         explanation,
         outcome=DecisionOutcome.PLACED,
-        sentence=truncate(f"{eviction.why}; {explanation.sentence}", LONGEST_SENTENCE),
+        sentence=truncate(f"{eviction.why}; {explanation.sentence}", MAX_SENTENCE_LENGTH),
         node=eviction.node,
         replica_index=free_index(eviction.node) or 0,
         facts={**explanation.facts, "evicts": describe_victims(eviction.victims)},
@@ -172,7 +172,7 @@ def _with_fewer_layers(explanation: Explanation, node: Candidate, layers: int) -
     return replace(
         explanation,
         outcome=DecisionOutcome.PLACED,
-        sentence=truncate(f"{sentence}; {explanation.sentence}", LONGEST_SENTENCE),
+        sentence=truncate(f"{sentence}; {explanation.sentence}", MAX_SENTENCE_LENGTH),
         node=node,
         replica_index=free_index(node) or 0,
         gpu_layers=layers,

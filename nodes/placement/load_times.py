@@ -16,16 +16,16 @@ from uuid import UUID
 
 from localai_cluster.kit import backoff
 
-LOAD, LONGEST_LOAD = 300.0, 6 * 3600.0
+LOAD, MAX_LOAD = 300.0, 6 * 3600.0
 """Limit for a payload of unknown size, and the largest limit (C28)."""
 _SECONDS_PER_GIB = 20.0
 INSTALL = 900.0
-MARGIN, LEAST_HOLD = 300.0, 1500.0
+MARGIN, MIN_HOLD = 300.0, 1500.0
 """The margin and the smallest progress deadline (C29)."""
 STALL = 300.0
 """Seconds without progress after which a load is abandoned (C30)."""
 _BYTES_READ_PER_SECOND = 32 * 2**20
-LONGEST_HOLD = 24 * 3600.0
+MAX_HOLD = 24 * 3600.0
 """Largest age of a load (C31)."""
 
 
@@ -33,12 +33,12 @@ def load_limit(payload: int, given: float = 0.0) -> float:
     """Return the limit of one LoadModel for `payload` bytes (0 = unknown); `given` overrides it (R2.60)."""
     if given > 0:
         return given
-    return min(LOAD + _SECONDS_PER_GIB * max(payload, 0) / 2**30, LONGEST_LOAD)
+    return min(LOAD + _SECONDS_PER_GIB * max(payload, 0) / 2**30, MAX_LOAD)
 
 
 def progress_deadline(install: float, load: float) -> float:
     """Return the first progress deadline of a load, from its install and load limits (R2.24, R2.25)."""
-    return max((install if install > 0 else INSTALL) + (load if load > 0 else LOAD) + MARGIN, LEAST_HOLD)
+    return max((install if install > 0 else INSTALL) + (load if load > 0 else LOAD) + MARGIN, MIN_HOLD)
 
 
 def extend_deadline(age: float, more: float, base: float) -> float:
@@ -46,7 +46,7 @@ def extend_deadline(age: float, more: float, base: float) -> float:
 
     The sum of `age` and the result never exceeds the absolute limit, which is at least `base`.
     """
-    return max(min(more, max(LONGEST_HOLD, base) - age), 0.0)
+    return max(min(more, max(MAX_HOLD, base) - age), 0.0)
 
 
 def hashing_limit(size: int) -> float:

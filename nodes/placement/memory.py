@@ -234,11 +234,11 @@ def _relevant_reservations(reservations: Sequence[Reservation], read_at: datetim
 
 
 UNKNOWN_PAYLOAD = 2 * 2**30
-LEAST_MARGIN = 2**30
+MIN_MARGIN = 2**30
 
 
 def required_disk(payload: int) -> int:
     """Return the free bytes that a node must have for `payload` bytes of files (R2.37)."""
     if payload <= 0:
         return UNKNOWN_PAYLOAD
-    return payload + max(payload // 20, LEAST_MARGIN)
+    return payload + max(payload // 20, MIN_MARGIN)

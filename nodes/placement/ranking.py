@@ -30,7 +30,7 @@ from nodes.placement.choose import (
 from nodes.placement.explain import FleetView
 from nodes.placement.load_times import NodeBackoffs
 
-MOST_ROWS = 64_000
+MAX_ROWS = 64_000
 """Most nodes in all rankings together; the least recently used rankings are dropped."""
 _REBUILT = 8
 """A ranking is sorted again if more than one in this many nodes has changed."""
@@ -181,7 +181,7 @@ class RankedFleet:
             ranking = self._rankings[need, labels] = _Ranking(need, labels)
             ranking.changed.update(self.nodes)
         self._rankings.move_to_end((need, labels))
-        while len(self._rankings) > max(MOST_ROWS // max(len(self.nodes), 1), 1):
+        while len(self._rankings) > max(MAX_ROWS // max(len(self.nodes), 1), 1):
             self._rankings.popitem(last=False)
         ranking.follow(self.nodes)
         return ranking

@@ -42,7 +42,7 @@ from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
 
-SMALLEST_FLEET = 20
+MIN_FLEET = 20
 """Minimum number of nodes, including silent nodes, for a mass-disruption hold."""
 HEALING_TIME = timedelta(seconds=30)
 """Extension of a hold while silent nodes recover: three heartbeat intervals of ten seconds."""
@@ -255,9 +255,9 @@ PROBE_AFTER = timedelta(seconds=12)
 """Silence after which a node is probed: one heartbeat of ten seconds is missing."""
 PROBES_UNTIL_UNHEALTHY = 4
 """Number of consecutive probes without a listener that make a node unhealthy."""
-MOST_PROBES = 64
+MAX_PROBES = 64
 """Maximum number of probes in one pass of a controller."""
-LONGEST_GAP = 10.0
+MAX_GAP = 10.0
 """Seconds between two probes from which on they are not consecutive: this process slept, or lacked the
 database."""
 ANSWER_VALID_SECONDS = 10.0
@@ -278,7 +278,7 @@ class Absence:
 
     def after(self, at: float) -> "Absence":
         """Return the absence after one more probe without a listener."""
-        if at - self.last > LONGEST_GAP:
+        if at - self.last > MAX_GAP:
             return Absence(at, at)
         return Absence(self.since, at, self.probes + 1)
 
@@ -355,7 +355,7 @@ def read_late_nodes(
 
 def _is_massive(late: int, of: int) -> bool:
     """Return True if so many nodes are late that the network or the servers are the more likely cause."""
-    return of >= SMALLEST_FLEET and late * 3 > of
+    return of >= MIN_FLEET and late * 3 > of
 
 
 class BusProbes(PeriodicTask):
@@ -366,8 +366,8 @@ class BusProbes(PeriodicTask):
     """
 
     def __init__(self, bus: Bus) -> None:
-        # Well within `LONGEST_GAP`, whatever the setting: else no two probes would be in a row.
-        period = min(conf.cluster().node_doubt_after / (PROBES_UNTIL_UNHEALTHY - 1), LONGEST_GAP / 2)
+        # Well within `MAX_GAP`, whatever the setting: else no two probes would be in a row.
+        period = min(conf.cluster().node_doubt_after / (PROBES_UNTIL_UNHEALTHY - 1), MAX_GAP / 2)
         interval = max(period - _GATHER, 0.0)
         super().__init__(
             "bus probes", self.run_pass, interval=interval, gather=_GATHER, retry_on=(DatabaseError,)
@@ -403,7 +403,7 @@ class BusProbes(PeriodicTask):
         self._answered = {id: at for id, at in self._answered.items() if now - at < ANSWER_VALID_SECONDS}
         due = [node for node in nodes if node.id not in self._answered]
         due.sort(key=lambda node: absence.last if (absence := self._absences.get(node.id)) else 0.0)
-        chosen = due[:MOST_PROBES]
+        chosen = due[:MAX_PROBES]
         heard = await asyncio.gather(*(self._has_listener(node) for node in chosen))
         at = clock.monotonic()
         self._absences = {id: absence for id, absence in self._absences.items() if id in ids}

@@ -15,7 +15,7 @@ from nodes.registry.states import Event
 if TYPE_CHECKING:
     from nodes.models import BackendNode
 
-LONGEST_REASON = 255
+MAX_REASON_LENGTH = 255
 
 
 @dataclass(frozen=True)

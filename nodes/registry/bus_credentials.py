@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 CHANNEL = "cluster_bus_credentials"
 """NOTIFY channel: some credentials were revoked."""
-MOST_REVOKED = 5000
+MAX_REVOKED = 5000
 """Most revocations in one account JWT: each takes about 93 bytes, and the bus carries 1 MiB."""
 
 
@@ -90,17 +90,17 @@ def current_revocations(now: datetime) -> dict[str, int]:
 
     A revoked user is never used again, so the expiry of its last JWT is sufficient as the time. The time of
     the revocation is not sufficient, because the clock of the process that created the JWT may be ahead. If
-    the revocations exceed `MOST_REVOKED`, the newest are returned.
+    the revocations exceed `MAX_REVOKED`, the newest are returned.
     """
     rows = BusCredential.objects.filter(revoked_at__isnull=False, expires_at__gt=now).order_by("-revoked_at")
-    revocations = rows.values_list("public_key", "expires_at")[: MOST_REVOKED + 1]
-    if len(revocations) > MOST_REVOKED:
+    revocations = rows.values_list("public_key", "expires_at")[: MAX_REVOKED + 1]
+    if len(revocations) > MAX_REVOKED:
         log.error(
             "more than %d revoked nodes have credentials that have not expired: the oldest can use the"
             " message bus until then; set a shorter LOCALAI_NATS_WORKER_JWT_TTL",
-            MOST_REVOKED,
+            MAX_REVOKED,
         )
-    return {key: int(until.timestamp()) for key, until in revocations[:MOST_REVOKED]}
+    return {key: int(until.timestamp()) for key, until in revocations[:MAX_REVOKED]}
 
 
 def prune(now: datetime) -> int:

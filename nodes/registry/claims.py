@@ -22,9 +22,9 @@ from nodes.registry.change import Change, node_change
 from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
 
-MOST_CONFLICTS = 32
+MAX_CONFLICTS = 32
 """Most conflicts stored for a node; further claims increase the count of the last one."""
-MOST_INSTANCES = 16
+MAX_INSTANCES = 16
 
 Kind = NodeConflict.Mismatch
 _REFUSAL_TEXTS = {
@@ -81,7 +81,7 @@ def bind(change: Change, fingerprint: str, instance: str) -> None:
         change.set(bound_at=change.now)
     if instance != node.instance:
         former = [node.instance, *node.former_instances] if node.instance else node.former_instances
-        change.set(instance=instance, former_instances=former[:MOST_INSTANCES])
+        change.set(instance=instance, former_instances=former[:MAX_INSTANCES])
 
 
 def record_conflict(
@@ -141,7 +141,7 @@ def _add_conflict(
     node: BackendNode, kind: NodeConflict.Mismatch, claim: str, columns: dict[str, Any]
 ) -> None:
     open_conflicts = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
-    if open_conflicts.count() < MOST_CONFLICTS:
+    if open_conflicts.count() < MAX_CONFLICTS:
         NodeConflict.objects.create(node=node, kind=kind, claim=claim, **columns)
         return
     newest = open_conflicts.order_by("-last_at").values_list("pk", flat=True)[:1]

@@ -45,7 +45,7 @@ LOOKUP_LIMIT = 2.0
 """Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
 _LOOKUPS = ThreadPoolExecutor(4, "lookup")
 """Separate threads for lookups: a resolver that hangs must not block the threads of the database."""
-_MOST_SHOWN = 200
+_MAX_SHOWN = 200
 """Most characters stored of a refused address: it may be arbitrarily long."""
 
 
@@ -145,7 +145,7 @@ def accept(node_id: UUID, replied: str, *, now: datetime) -> Contact:
             _record_refusal(node, refusal.message, {"replied": replied}, now)
             raise
         return Contact(replied, bearer_token(node.engine_token, node.weak_identity))
-    shortened = names.to_single_line(replied[:_MOST_SHOWN])
+    shortened = names.to_single_line(replied[:_MAX_SHOWN])
     detail = {"replied": shortened, "registered": node.address}
     _record_refusal(node, "a reply names another host", detail, now)
     raise AddressRefused(
@@ -179,7 +179,7 @@ def http_server(node_id: UUID) -> HttpServer:
     if not node.http_address:
         raise NotReachable("node has no HTTP address")
     if not is_permitted(node.http_address, name=node.name, registered=(node.address,)):
-        shortened = names.to_single_line(node.http_address[:_MOST_SHOWN])
+        shortened = names.to_single_line(node.http_address[:_MAX_SHOWN])
         raise AddressRefused(
             f"node {node.name} has registered the HTTP address {shortened!r},"
             f" whose host is not that of {node.address!r} (see CLUSTER_NODE_HOSTS)"

@@ -33,7 +33,7 @@ from operations.executor.work import in_thread
 
 CHECK_INTERVAL = 300.0
 """Seconds between two checks of a port that answers."""
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
+FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
 """Seconds until a port that did not answer is checked again; the pause doubles with each failure."""
 CLAIMED_FOR = 30.0
 """Duration of a claim in seconds; meanwhile no other controller checks the node."""
@@ -113,7 +113,7 @@ def record_check(node_id: UUID, error: str, *, now: datetime) -> None:
 
 
 def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
-    pause = backoff.delay(node.file_port_failures + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+    pause = backoff.delay(node.file_port_failures + 1, first=FIRST_PAUSE, longest=MAX_PAUSE)
     BackendNode.objects.filter(pk=node.pk).update(
         file_port_error=names.to_single_line(reason)[:_ERROR_LENGTH],
         file_port_failed_at=node.file_port_failed_at or now,

@@ -36,7 +36,7 @@ from operations.changes.events import NODES
 LARGEST = 2**63 - 1
 _FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")
 _VENDOR_LENGTH = 32
-MOST_ENDED = 64
+MAX_ENDED = 64
 ENDED_LENGTHS = {"process_key": 300, "address": 512}
 """Maximum numbers of characters of the texts that identify an ended engine."""
 
@@ -107,9 +107,9 @@ def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
     entries = body.get("ended_processes")
     if entries is None:
         return []
-    if not isinstance(entries, list) or len(entries) > MOST_ENDED:
+    if not isinstance(entries, list) or len(entries) > MAX_ENDED:
         raise errors.InvalidInput(
-            f"ended_processes must be a list of at most {MOST_ENDED} processes", field="ended_processes"
+            f"ended_processes must be a list of at most {MAX_ENDED} processes", field="ended_processes"
         )
     return [_parse_exit(f"ended_processes.{number}", entry) for number, entry in enumerate(entries)]
 

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 PREFIX = "join-"
 SHORTEST, LONGEST, USUAL = 60, 7 * 86400, 3600
 """Shortest, longest and default validity of a token in seconds."""
-MOST_USES = 1000
-LONGEST_NOTE = 200
+MAX_USES = 1000
+MAX_NOTE_LENGTH = 200
 _TOKEN = re.compile(PREFIX + r"[0-9a-f]{64}\Z")
 
 
@@ -83,8 +83,8 @@ def make(
     """
     if not SHORTEST <= lifetime <= LONGEST:
         _refuse("lifetime_seconds", f"must be a whole number from {SHORTEST} to {LONGEST}")
-    if not 1 <= uses <= MOST_USES:
-        _refuse("uses", f"must be a whole number from 1 to {MOST_USES}")
+    if not 1 <= uses <= MAX_USES:
+        _refuse("uses", f"must be a whole number from 1 to {MAX_USES}")
     _check_note(note)
     plain = PREFIX + secrets.token_hex(32)
     with transaction.atomic():
@@ -103,8 +103,8 @@ def make(
 
 
 def _check_note(note: str) -> None:
-    if len(note) > LONGEST_NOTE:
-        _refuse("note", f"exceeds {LONGEST_NOTE} characters")
+    if len(note) > MAX_NOTE_LENGTH:
+        _refuse("note", f"exceeds {MAX_NOTE_LENGTH} characters")
     names.check_text(note, "note")
 
 
@@ -126,8 +126,8 @@ def check_change(token_id: UUID, changes: Mapping[str, Any], now: datetime) -> N
     if "expires_at" in changes and not now < changes["expires_at"] <= now + timedelta(seconds=LONGEST):
         _refuse("expires_at", f"must be in the next {LONGEST // 86400} days; to end a token now, revoke it")
     least = max(row.uses, 1)
-    if not least <= changes.get("max_uses", least) <= MOST_USES:
-        _refuse("max_uses", f"must be a whole number from {least} to {MOST_USES}")
+    if not least <= changes.get("max_uses", least) <= MAX_USES:
+        _refuse("max_uses", f"must be a whole number from {least} to {MAX_USES}")
 
 
 def change(token_id: UUID, changes: Mapping[str, Any], *, actor: Actor, now: datetime) -> None:

@@ -18,9 +18,9 @@ from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry.change import Change, lock_node
 from nodes.scheduling.passes import clear_cooldowns
 
-MOST_LABELS = 64
-LONGEST_KEY, LONGEST_VALUE = 128, 255
-MOST_PENDING_BYTES = 2048
+MAX_LABELS = 64
+MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 128, 255
+MAX_PENDING_BYTES = 2048
 """Bytes of all labels that the worker of a pending node may report: anyone with the token can be one."""
 SLOTS_LABEL = "node.replica-slots"
 _GIB = 1024**3
@@ -34,23 +34,23 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
     A node has at most 64 labels, with keys of 1 to 128 and values of up to 255 characters.
     """
-    if len(labels) > MOST_LABELS:
-        raise errors.InvalidInput(f"labels: at most {MOST_LABELS} are allowed", field="labels")
+    if len(labels) > MAX_LABELS:
+        raise errors.InvalidInput(f"labels: at most {MAX_LABELS} are allowed", field="labels")
     for key, value in labels.items():
         _check(key, value)
 
 
 def _check(key: str, value: str) -> None:
-    field = f"labels.{key[:LONGEST_KEY]}"
+    field = f"labels.{key[:MAX_KEY_LENGTH]}"
     if character := names.find_unprintable(key):
         raise errors.InvalidInput(f"labels: a key must not contain the character {character}", field="labels")
-    if not key.strip() or len(key) > LONGEST_KEY:
-        raise errors.InvalidInput(f"labels: a key must have 1 to {LONGEST_KEY} characters", field="labels")
+    if not key.strip() or len(key) > MAX_KEY_LENGTH:
+        raise errors.InvalidInput(f"labels: a key must have 1 to {MAX_KEY_LENGTH} characters", field="labels")
     # Clients resolve such a path before they send it: DELETE …/labels/../../<id> would be another route.
     if {".", ".."} & set(key.split("/")):
         raise errors.InvalidInput("labels: a key must not contain . or .. as a path segment", field="labels")
-    if len(value) > LONGEST_VALUE:
-        raise errors.InvalidInput(f"{field} exceeds {LONGEST_VALUE} characters", field=field)
+    if len(value) > MAX_VALUE_LENGTH:
+        raise errors.InvalidInput(f"{field} exceeds {MAX_VALUE_LENGTH} characters", field=field)
     names.check_text(value, field)
 
 
@@ -111,14 +111,14 @@ def _edit(
 
 
 def _check_count(keys: Collection[str]) -> None:
-    if len(keys) > 2 * MOST_LABELS:
-        raise errors.InvalidInput(f"labels: a node has at most {2 * MOST_LABELS}", field="labels")
+    if len(keys) > 2 * MAX_LABELS:
+        raise errors.InvalidInput(f"labels: a node has at most {2 * MAX_LABELS}", field="labels")
 
 
 def _check_bytes(labels: Mapping[str, str]) -> None:
-    if sum(len(f"{key}{value}".encode()) for key, value in labels.items()) > MOST_PENDING_BYTES:
+    if sum(len(f"{key}{value}".encode()) for key, value in labels.items()) > MAX_PENDING_BYTES:
         raise errors.InvalidInput(
-            f"labels: a node that awaits approval can have at most {MOST_PENDING_BYTES} bytes of labels",
+            f"labels: a node that awaits approval can have at most {MAX_PENDING_BYTES} bytes of labels",
             field="labels",
         )
 

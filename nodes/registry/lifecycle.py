@@ -34,7 +34,7 @@ from nodes.replicas.fleet_queries import lock_in_flight_counts
 from nodes.scheduling.passes import clear_cooldowns
 
 _GROUP = "collections"
-_LONGEST_USERNAME = 150
+_MAX_USERNAME_LENGTH = 150
 
 
 def provision_agent(change: Change) -> str:
@@ -62,7 +62,7 @@ def _username(node: BackendNode) -> str:
     users = get_user_model()
     name = users.normalize_username(f"agent-worker:{node.name}")
     is_taken = users.objects.filter(username=name).exists()
-    return f"agent-worker:{node.id}" if is_taken or len(name) > _LONGEST_USERNAME else name
+    return f"agent-worker:{node.id}" if is_taken or len(name) > _MAX_USERNAME_LENGTH else name
 
 
 DEREGISTERED_REASON = "deregistered by the worker"
@@ -222,7 +222,7 @@ FINGERPRINT_CHANGED = "the fingerprint has changed; review the node again"
 RESUMED_OFFLINE = "resumed, waiting for its next heartbeat"
 WORKER_DRAIN_SECONDS = 60.0
 """Seconds that a stopping worker has from its drain to its end (§0.6)."""
-LONGEST_DEADLINE = 30 * 86400.0
+MAX_DEADLINE = 30 * 86400.0
 
 
 def drain(
@@ -233,11 +233,11 @@ def drain(
     Draining again keeps author and time, and replaces reason or deadline. Raises InvalidInput for a deadline
     that is negative or beyond 30 days.
     """
-    usual = min(conf.cluster().drain_deadline, LONGEST_DEADLINE)
+    usual = min(conf.cluster().drain_deadline, MAX_DEADLINE)
     seconds = usual if deadline is None else deadline
-    if not 0 <= seconds <= LONGEST_DEADLINE:
+    if not 0 <= seconds <= MAX_DEADLINE:
         raise errors.InvalidInput(
-            f"deadline_seconds must be between 0 and {LONGEST_DEADLINE:.0f}", field="deadline_seconds"
+            f"deadline_seconds must be between 0 and {MAX_DEADLINE:.0f}", field="deadline_seconds"
         )
     with node_change(node_id, now) as change:
         if change.apply(Event.DRAINED, actor, reason=reason, detail={"deadline_seconds": seconds}):

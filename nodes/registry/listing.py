@@ -21,11 +21,11 @@ from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, NodeStatus, NodeType, scheduling
 from nodes.models.node import BackendNodeQuerySet
 
-MOST_A_PAGE = 1000
+MAX_PAGE_SIZE = 1000
 FARTHEST = 1_000_000
-MOST_LABELS = 16
-LONGEST_SEARCH = 255
-LONGEST_VENDOR = 32
+MAX_LABELS = 16
+MAX_SEARCH_LENGTH = 255
+MAX_VENDOR_LENGTH = 32
 SORT_FIELDS = (
     "name",
     "status",
@@ -154,7 +154,7 @@ def _address(request: Request, limit: int | None, offset: int) -> str:
 
 def page_of(parameters: Parameters, usual: int | None = None) -> Page:
     """Return the page of the parameters `limit` and `offset`."""
-    limit = parameters.number("limit", 1, MOST_A_PAGE)
+    limit = parameters.number("limit", 1, MAX_PAGE_SIZE)
     return Page(usual if limit is None else limit, parameters.number("offset", 0, FARTHEST) or 0)
 
 
@@ -188,9 +188,9 @@ def _condition(parameters: Parameters) -> Q:
         condition &= Q(status=status)
     if node_type := parameters.choice("type", NodeType.values):
         condition &= Q(node_type=node_type)
-    if vendor := parameters.text("vendor", LONGEST_VENDOR):
+    if vendor := parameters.text("vendor", MAX_VENDOR_LENGTH):
         condition &= Q(gpu_vendor__iexact=vendor)
-    if search := parameters.text("search", LONGEST_SEARCH):
+    if search := parameters.text("search", MAX_SEARCH_LENGTH):
         hardware = Q(gpu_vendor__icontains=search) | Q(IContains(_GpuNames("gpus"), search))
         condition &= Q(name__icontains=search) | Q(address__icontains=search) | hardware
     return condition
@@ -199,8 +199,8 @@ def _condition(parameters: Parameters) -> Q:
 def _labels(parameters: Parameters) -> list[tuple[str, str]]:
     """Parse the pairs of `label=key=value`; the first `=` ends the key."""
     texts = parameters.repeated_values("label")
-    if len(texts) > MOST_LABELS:
-        raise _invalid("label", f"is given more than {MOST_LABELS} times")
+    if len(texts) > MAX_LABELS:
+        raise _invalid("label", f"is given more than {MAX_LABELS} times")
     pairs = []
     for text in texts:
         key, equals, value = text.partition("=")

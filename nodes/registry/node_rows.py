@@ -52,7 +52,7 @@ _ROW_PARTS = f"""
         FROM node_conflicts WHERE state = 'open' AND {_ID_FILTER} GROUP BY node_id) c ON c.node_id = n.id
     WHERE %(ids)s::uuid[] IS NULL OR n.id = ANY(%(ids)s)"""
 """SQL: the version of each node's row, and the end of the node's list element as JSON."""
-_MOST_CACHED = 20_000
+_MAX_CACHED = 20_000
 _cached: dict[str, tuple[str, str]] = {}
 """The version of a node's row and the start of its list element as JSON, by id; about a kilobyte each."""
 
@@ -76,7 +76,7 @@ def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragmen
             row = shape.NODE.row(values)
             row |= {"version_skew": difference} if (difference := version_skew_of(row)) else {}
             current[row["id"]] = written, orjson.dumps(row)[:-1].decode()
-        if len(_cached) > _MOST_CACHED:
+        if len(_cached) > _MAX_CACHED:
             _cached.clear()
         _cached.update(current)
     # A node may have been added or removed meanwhile.

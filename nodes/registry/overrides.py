@@ -16,8 +16,8 @@ from nodes.registry.change import Change, node_change
 from nodes.registry.labels import refresh_slots_label
 from nodes.scheduling.passes import clear_cooldowns
 
-LARGEST_CAP = 10_000
-LONGEST_BUDGET = 32
+MAX_CAP = 10_000
+MAX_BUDGET_LENGTH = 32
 
 
 def set_replica_cap(
@@ -27,8 +27,8 @@ def set_replica_cap(
 
     Raises InvalidInput outside 1 to 10,000.
     """
-    if not 1 <= value <= LARGEST_CAP:
-        raise errors.InvalidInput(f"value must be between 1 and {LARGEST_CAP}", field="value")
+    if not 1 <= value <= MAX_CAP:
+        raise errors.InvalidInput(f"value must be between 1 and {MAX_CAP}", field="value")
     with node_change(node_id, now, revision) as change:
         _override(
             change, actor, "set", max_replicas_per_model=value, max_replicas_per_model_manually_set=True
@@ -56,8 +56,8 @@ def set_vram_budget(
     Raises InvalidInput if `text` is not a budget (R1.49).
     """
     text = text.strip()
-    if len(text) > LONGEST_BUDGET:
-        raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
+    if len(text) > MAX_BUDGET_LENGTH:
+        raise errors.InvalidInput(f"value exceeds {MAX_BUDGET_LENGTH} characters", field="value")
     with node_change(node_id, now, revision) as change:
         node = change.node
         try:
@@ -102,8 +102,8 @@ def set_disk_quota(
     Existing files stay. Raises InvalidInput if `text` is not a budget, as for VRAM.
     """
     text = text.strip()
-    if len(text) > LONGEST_BUDGET:
-        raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
+    if len(text) > MAX_BUDGET_LENGTH:
+        raise errors.InvalidInput(f"value exceeds {MAX_BUDGET_LENGTH} characters", field="value")
     try:
         size, share = resources.parse_disk_quota(text)
     except ValueError as error:

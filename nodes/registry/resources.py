@@ -13,8 +13,8 @@ from typing import Any
 
 from localai_cluster.kit import errors
 
-MOST_GPUS = 64
-LARGEST_INDEX = 1023
+MAX_GPUS = 64
+MAX_INDEX = 1023
 _MAX_VALUE = 2**63 - 1
 GPU_LENGTHS = {"uuid": 96, "name": 128, "driver": 48}
 """Maximum numbers of characters."""
@@ -27,8 +27,8 @@ def parse_gpus(value: Any) -> GpuList:
 
     Unknown fields of a GPU are ignored.
     """
-    if not isinstance(value, list) or len(value) > MOST_GPUS:
-        raise errors.InvalidInput(f"gpus must be a list of at most {MOST_GPUS} GPUs", field="gpus")
+    if not isinstance(value, list) or len(value) > MAX_GPUS:
+        raise errors.InvalidInput(f"gpus must be a list of at most {MAX_GPUS} GPUs", field="gpus")
     parsed = [_gpu(f"gpus.{number}", entry) for number, entry in enumerate(value)]
     _check_unique(parsed, "index")
     _check_unique([gpu for gpu in parsed if gpu["uuid"]], "uuid")
@@ -99,7 +99,7 @@ def _time(field: str, value: Any) -> str | None:
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "index": _whole_number(LARGEST_INDEX),
+    "index": _whole_number(MAX_INDEX),
     "uuid": _text(GPU_LENGTHS["uuid"]),
     "name": _text(GPU_LENGTHS["name"]),
     "total_vram": _whole_number(_MAX_VALUE),
@@ -123,14 +123,14 @@ def _described_fact(meaning: str, most: int) -> dict[str, Any]:
 GPUS_SCHEMA: dict[str, Any] = {
     "type": "array",
     "nullable": True,
-    "maxItems": MOST_GPUS,
+    "maxItems": MAX_GPUS,
     "description": "The GPUs one by one, with `available_vram` (else it is their sum). No index and no UUID"
     " twice. Absent beside `available_vram`: they are not known one by one.",
     "items": {
         "type": "object",
         "required": ["index", "total_vram", "free_vram"],
         "properties": {
-            "index": {"type": "integer", "minimum": 0, "maximum": LARGEST_INDEX},
+            "index": {"type": "integer", "minimum": 0, "maximum": MAX_INDEX},
             "uuid": {"type": "string", "maxLength": GPU_LENGTHS["uuid"], "nullable": True},
             "name": {"type": "string", "maxLength": GPU_LENGTHS["name"], "nullable": True},
             "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_VALUE},
@@ -187,7 +187,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
-_LEAST_SHARE = Decimal("1e-12")
+_MIN_SHARE = Decimal("1e-12")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
 
 
@@ -207,7 +207,7 @@ def parse_disk_quota(text: str) -> tuple[int, Decimal]:
     (`budget_ceiling`) of at least one byte.
     """
     size, share = _parse_size_or_fraction(text, "disk quota")
-    share = share.quantize(_LEAST_SHARE)
+    share = share.quantize(_MIN_SHARE)
     if text.strip() and not size and not share:
         raise ValueError("a disk quota of 0 bytes: leave it empty for none")
     return min(size, _MAX_VALUE), share

@@ -15,7 +15,7 @@ from enum import StrEnum
 from nodes.models.replica import REASONS_BY_PHASE, OwnerKind, Phase, PhaseReason
 from nodes.placement import load_times
 
-LOAD_LIMIT = timedelta(seconds=load_times.LONGEST_HOLD + load_times.LONGEST_LOAD)
+LOAD_LIMIT = timedelta(seconds=load_times.MAX_HOLD + load_times.MAX_LOAD)
 """Longest time from the reservation of a slot to the publication of the replica (C31, C28)."""
 UNANSWERED_START_LIMIT = timedelta(seconds=60)
 """Time in which an unanswered start command may still reach its worker. During this time the worker's answer

@@ -127,8 +127,8 @@ def _port(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-_LONGEST_ERROR = 240
-_LONGEST_PAUSE = 300.0
+_MAX_ERROR_LENGTH = 240
+_MAX_PAUSE = 300.0
 _CLAIMED_FOR = timedelta(seconds=60)
 """Duration of a claim; longer than one stop of an engine, or one check of a drained node."""
 _REACHABLE = ("healthy", "unhealthy", "draining")
@@ -191,11 +191,11 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
         row = rows.filter(phase__in=_STOPPABLE).select_for_update(of=("self",)).first()
         if row is None:
             return
-        pause = backoff.delay(row.stop_attempts + 1, first=1.0, longest=_LONGEST_PAUSE)
+        pause = backoff.delay(row.stop_attempts + 1, first=1.0, longest=_MAX_PAUSE)
         engines.apply_event(
             rows,
             ReplicaEvent.STOP_FAILED,
-            stop_error=names.to_single_line(error[:_LONGEST_ERROR]),
+            stop_error=names.to_single_line(error[:_MAX_ERROR_LENGTH]),
             next_stop_at=now + timedelta(seconds=pause),
             claimed_until=None,
         )
@@ -282,7 +282,7 @@ def _bearer(node_id: UUID) -> str | None:
 
 
 _ERROR_LENGTH = 255
-_MOST_STOPS = 256
+_MAX_STOPS = 256
 """Maximum number of engines of one node that one pass stops; the next pass stops the rest."""
 _STOPPING_POLL, _SILENT_POLL, _STOCK_POLL = 1.0, 10.0, 60.0
 """Seconds until the next check of a node whose engines stop, whose worker is silent, or cannot list them."""
@@ -360,7 +360,7 @@ async def stop_engines(bus: Bus, node: DrainedNode) -> None:
             await in_thread(confirm_empty, node, now=clock.now())
             return
         case Done(reply):
-            error, pause = await _stop_all(worker, reply.models[:_MOST_STOPS]), _STOPPING_POLL
+            error, pause = await _stop_all(worker, reply.models[:_MAX_STOPS]), _STOPPING_POLL
         case NoResponders(reason):
             error, pause = await _without_engine_list(worker, node, reason)
         case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):

@@ -38,7 +38,7 @@ from nodes.decisions.decision_log import DecisionRecord, Section, State
 from nodes.models import BEING_LOADED, BackendNode, BroughtModel, DecisionKind, NodeModel, NodeType
 from nodes.models.replica import ALL_SUFFIX, NodeModelQuerySet, load_key
 from nodes.placement.evict import join_names
-from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
+from nodes.placement.explain import MAX_SENTENCE_LENGTH, DecisionOutcome, truncate
 from nodes.replicas import drains, engines, stops, terminations
 from nodes.replicas.engines import Engine
 from nodes.replicas.stops import StopResult
@@ -98,11 +98,11 @@ def _sentence(replicas: Mapping[Any, Any], request: Mapping[str, Any]) -> str:
         and request["index"] in (None, index)
     ]
     outcome = f"replicas that leave: {join_names(terminating)}" if terminating else "no replica is there"
-    return truncate(f"{request['because']}; {outcome}", LONGEST_SENTENCE)
+    return truncate(f"{request['because']}; {outcome}", MAX_SENTENCE_LENGTH)
 
 
 UNLOAD, DELETE = drains.UNLOAD, drains.DELETE
-LONGEST_GRACE = 3600
+MAX_GRACE = 3600
 """Longest grace for running requests, in seconds."""
 
 Targets = Sequence[tuple[UUID, str]]

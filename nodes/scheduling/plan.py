@@ -41,7 +41,7 @@ from nodes.scheduling.snapshot import (
 
 RETIRE_IDLE_AFTER = timedelta(minutes=5)
 """Idle time after which a replica may be retired (C2)."""
-MOST_TICKS = 3
+MAX_TICKS = 3
 """Passes without success before the rule enters a cooldown (C9)."""
 COOLDOWN = timedelta(minutes=5)
 """Duration of a rule's cooldown (C10)."""
@@ -163,7 +163,7 @@ def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bo
         if not tick or (context.eligible and context.defined and context.is_freeing_slot):
             return context.decision(problem)
         return _report_unsatisfiable(context, problem, now, pause=context.defined)
-    if context.failure and rule.ticks + 1 >= MOST_TICKS:
+    if context.failure and rule.ticks + 1 >= MAX_TICKS:
         return _report_unsatisfiable(context, _load_failure_text(context), now)
     loads = _plan_loads(context, missing)
     if context.failure:
@@ -235,7 +235,7 @@ def _report_unsatisfiable(
 ) -> RuleDecision:
     """Count one more unsuccessful tick, and start a cooldown after enough of them (R4.23)."""
     ticks = context.rule.ticks + 1
-    until = now + COOLDOWN if pause and ticks >= MOST_TICKS else None
+    until = now + COOLDOWN if pause and ticks >= MAX_TICKS else None
     if until is not None:
         reason = f"{reason}; nothing is tried until {until:%H:%M:%S} UTC"
     return context.decision(reason, Unsatisfiable(context.rule.model, ticks, until, reason))

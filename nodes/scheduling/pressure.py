@@ -12,7 +12,7 @@ from nodes.models import ModelSchedulingConfig, PrefixPressure
 
 WINDOW = timedelta(minutes=1)
 """Time for which a request counts (C44)."""
-MOST_AHEAD = timedelta(seconds=10)
+MAX_AHEAD = timedelta(seconds=10)
 """Maximum lead of a process's clock over the reader's clock; later times are ignored."""
 
 REPORT_PRESSURE = """
@@ -32,7 +32,7 @@ SELECT %(process)s, report.key, report.value, %(now)s FROM jsonb_each(%(times)s)
 
 def pressure_by_model(models: Collection[str], now: datetime) -> dict[str, int]:
     """Return the number of counted requests by model, without zeros (R3.19); two queries."""
-    reports = PrefixPressure.objects.filter(model_name__in=models, reported_at__gte=now - WINDOW - MOST_AHEAD)
+    reports = PrefixPressure.objects.filter(model_name__in=models, reported_at__gte=now - WINDOW - MAX_AHEAD)
     rows = list(reports.values_list("model_name", "times"))
     if not rows:
         return {}
@@ -54,4 +54,4 @@ def count_pressure(
 
 
 def _is_counted(at: datetime, ended_at: datetime | None, now: datetime) -> bool:
-    return now - WINDOW <= at <= now + MOST_AHEAD and (ended_at is None or at > ended_at)
+    return now - WINDOW <= at <= now + MAX_AHEAD and (ended_at is None or at > ended_at)

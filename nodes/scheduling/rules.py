@@ -18,9 +18,9 @@ from localai_cluster.kit import errors, names, untrusted
 from localai_cluster.kit.env import Environment
 from nodes.models import RoutePolicy, scheduling
 
-LONGEST_MODEL = 255
-MOST_REPLICAS = 100_000
-LARGEST_THRESHOLD = 1_000_000
+MAX_MODEL_LENGTH = 255
+MAX_REPLICAS = 100_000
+MAX_THRESHOLD = 1_000_000
 POLICIES = ("", *RoutePolicy.values)
 
 
@@ -66,16 +66,16 @@ def check_rule(rule: Rule) -> None:
     _check_name(rule.model_name)
     if rule.spread_all and (rule.min_replicas or rule.max_replicas):
         _refuse("spread_all", "and min_replicas/max_replicas are mutually exclusive")
-    _check_range("min_replicas", rule.min_replicas, 0, MOST_REPLICAS)
-    _check_range("max_replicas", rule.max_replicas, 0, MOST_REPLICAS)
+    _check_range("min_replicas", rule.min_replicas, 0, MAX_REPLICAS)
+    _check_range("max_replicas", rule.max_replicas, 0, MAX_REPLICAS)
     if 0 < rule.max_replicas < rule.min_replicas:
         _refuse("min_replicas", "must be <= max_replicas (a max_replicas of 0 means no limit)")
     if (rule.route_policy or "") not in POLICIES:
         _refuse("route_policy", f"must be empty or one of {', '.join(RoutePolicy.values)}")
     _check_range("min_prefix_match", rule.min_prefix_match, 0, 1)
-    _check_range("balance_abs_threshold", rule.balance_abs_threshold, 0, LARGEST_THRESHOLD)
+    _check_range("balance_abs_threshold", rule.balance_abs_threshold, 0, MAX_THRESHOLD)
     if rule.balance_rel_threshold != 0:
-        _check_range("balance_rel_threshold", rule.balance_rel_threshold, 1, LARGEST_THRESHOLD, "0 or ")
+        _check_range("balance_rel_threshold", rule.balance_rel_threshold, 1, MAX_THRESHOLD, "0 or ")
 
 
 def _check_name(name: str) -> None:
@@ -83,8 +83,8 @@ def _check_name(name: str) -> None:
         raise errors.InvalidInput("model_name is required", field="model_name")
     if name != name.strip():
         _refuse("model_name", "must not begin or end with a blank")
-    if len(name) > LONGEST_MODEL:
-        _refuse("model_name", f"exceeds {LONGEST_MODEL} characters")
+    if len(name) > MAX_MODEL_LENGTH:
+        _refuse("model_name", f"exceeds {MAX_MODEL_LENGTH} characters")
     names.check_text(name, "model_name")
 
 

@@ -17,7 +17,7 @@ from localai_cluster.kit.outbound import SourceError
 from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.definitions import edit, schema
 from nodes.definitions.files import MAX_FILE_BYTES
-from nodes.definitions.headers import MOST_CONFIG_BYTES, Header
+from nodes.definitions.headers import MAX_CONFIG_BYTES, Header
 from nodes.sources import galleries, images, objects, probing, shares, variants, writing
 from nodes.sources.hub import Hub, Repository
 from nodes.sources.opening import Opener, build_outbound
@@ -33,7 +33,7 @@ from nodes.sources.references import (
 )
 from nodes.sources.variants import RepositoryFile, Variant, variants_of
 
-MOST_PROBED = 20
+MAX_PROBED = 20
 """Maximum files of a definition whose sizes are requested from their sources."""
 _WHISPER = "ggml-"
 
@@ -154,7 +154,7 @@ class Finder:
                 file = _hub_file(repository, "hf", variant.files[0])
                 header = await probing.gguf_header(self.opener, file)
                 return header, probing.trained_context(header), ""
-            content = await self.hub.small_file(repository, "config.json", MOST_CONFIG_BYTES)
+            content = await self.hub.small_file(repository, "config.json", MAX_CONFIG_BYTES)
             header, config = probing.config_header(content)
             return header, probing.trained_context(header, config), ""
         except SourceError as error:
@@ -321,11 +321,11 @@ class Finder:
             except SourceError as error:
                 return error
 
-        sized = await asyncio.gather(*map(size, files[:MOST_PROBED]))
+        sized = await asyncio.gather(*map(size, files[:MAX_PROBED]))
         problem = next((each.message for each in sized if isinstance(each, SourceError)), "")
         pairs = zip(files, sized, strict=False)
         known = [old if isinstance(new, SourceError) else new for old, new in pairs]
-        return (*known, *files[MOST_PROBED:]), problem
+        return (*known, *files[MAX_PROBED:]), problem
 
     async def _find_file(
         self, kind: str, address: str, file: SourceFile, variant: Variant, folder: str

@@ -23,15 +23,15 @@ from nodes.sources.plans import SourceFile
 from nodes.sources.references import HubRef
 from nodes.sources.variants import RepositoryFile
 
-MOST_BYTES = 16 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a response; a repository of ten thousand files needs a quarter of it."""
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """Maximum files of a repository."""
-MOST_REPOSITORIES = 16
+MAX_REPOSITORIES = 16
 """Maximum repositories that one gallery entry may name by branches or tags."""
 MAX_RESULTS = 20
 
-_LONGEST_TEXT = 300
+_MAX_TEXT_LENGTH = 300
 
 
 class _Lfs(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class Hub:
         revision = quote(reference.revision or "main", safe="")
         address = f"{self._endpoint}/api/models/{reference.repo}/revision/{revision}?blobs=true"
         try:
-            found = _decode(await self._outbound.read(address, MOST_BYTES), _Repository, reference.repo)
+            found = _decode(await self._outbound.read(address, MAX_BYTES), _Repository, reference.repo)
         except (SourceRefused, SourceMissing) as error:
             raise self._explain_refusal(error, reference) from error
         if found.disabled:
@@ -107,14 +107,14 @@ class Hub:
         """Pin files that a branch or tag names to its current commit, with size and hash; return all files.
 
         One request for each repository and revision. Raise SourceError, and InvalidInput for more than
-        `MOST_REPOSITORIES`.
+        `MAX_REPOSITORIES`.
         """
         places = {
             file.url: place for file in files if (place := _parse_unpinned_address(file.url)) is not None
         }
         wanted = {HubRef(place.repo, place.revision) for place in places.values()}
-        if len(wanted) > MOST_REPOSITORIES:
-            reason = f"it has files of {len(wanted)} repositories; at most {MOST_REPOSITORIES} are read"
+        if len(wanted) > MAX_REPOSITORIES:
+            reason = f"it has files of {len(wanted)} repositories; at most {MAX_REPOSITORIES} are read"
             raise InvalidInput(reason, field="text")
         ordered = sorted(wanted, key=str)
         found = dict(zip(ordered, await asyncio.gather(*map(self.repository, ordered)), strict=True))
@@ -128,7 +128,7 @@ class Hub:
     async def search(self, term: str) -> list[Repository]:
         """Return the repositories that match the term, the most downloaded first; raise SourceError."""
         query = urlencode({"search": term, "sort": "downloads", "direction": "-1", "limit": MAX_RESULTS})
-        body = await self._outbound.read(f"{self._endpoint}/api/models?{query}", MOST_BYTES)
+        body = await self._outbound.read(f"{self._endpoint}/api/models?{query}", MAX_BYTES)
         found = _decode(body, list[_Repository], term)
         return [_repository(each) for each in found[:MAX_RESULTS]]
 
@@ -177,9 +177,9 @@ def _decode(body: bytes, kind: Any, subject: str) -> Any:
 
 
 def _repository(found: _Repository) -> Repository:
-    if len(found.siblings) > MOST_FILES:
+    if len(found.siblings) > MAX_FILES:
         count = len(found.siblings)
-        raise InvalidInput(f"{found.id} has {count} files; at most {MOST_FILES} are listed", field="text")
+        raise InvalidInput(f"{found.id} has {count} files; at most {MAX_FILES} are listed", field="text")
     commit = found.sha if _is_commit(found.sha) else ""
     if found.siblings and not commit:
         raise SourceError(f"{found.id}: the answer names no commit")
@@ -222,4 +222,4 @@ def _first_text(value: str | list[str] | None) -> str:
 
 
 def _displayable_text(text: str) -> str:
-    return names.to_single_line(text[:_LONGEST_TEXT])
+    return names.to_single_line(text[:_MAX_TEXT_LENGTH])

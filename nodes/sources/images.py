@@ -196,5 +196,5 @@ def with_parameters(settings: dict[str, Any], model: RegistryModel) -> dict[str,
             section = section.setdefault(part, {})
         section[name] = value
     if model.system:
-        settings["system_prompt"] = model.system[: writing.LONGEST_PROMPT]
+        settings["system_prompt"] = model.system[: writing.MAX_PROMPT_LENGTH]
     return settings

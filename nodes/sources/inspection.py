@@ -27,7 +27,7 @@ from nodes.sources.plans import ImportPlan
 from nodes.sources.references import GalleryRef, NameRef, Reference, recognise
 
 KINDS = ("huggingface", "gallery", "ollama", "oci", "https", "s3", "folder", "definition", "search")
-MOST_CANDIDATES = 20
+MAX_CANDIDATES = 20
 """Candidates of each kind."""
 _TAGGED_NAME = re.compile(r"[\w.-]+:[\w.-]+", re.ASCII)
 
@@ -80,7 +80,7 @@ INSPECTION = Shape(
         field("problem", TEXT, "What could not be found out."),
     ],
 )
-_MOST_SHOWN = 200
+_MAX_SHOWN = 200
 _WEB_PREFIXES = ("https://", "http://")
 """Prefixes of the addresses that a page may link to."""
 
@@ -217,7 +217,7 @@ def _variant(found: SourceModel, choice: Choice, fit: Row, *, is_best: bool) -> 
         label=variant.quantization or variant.id,
         quantization=variant.quantization,
         size=variant.size or variant.weights,
-        files=[FILE.of(path=file.path, size=file.size) for file in variant.files[:_MOST_SHOWN]],
+        files=[FILE.of(path=file.path, size=file.size) for file in variant.files[:_MAX_SHOWN]],
         licence=found.licence,
         gated=found.gated,
         recommended=is_best,
@@ -229,7 +229,7 @@ def _variant(found: SourceModel, choice: Choice, fit: Row, *, is_best: bool) -> 
 def _search(reference: NameRef) -> Row:
     """Return the models that a search term matches: gallery entries first, then repositories of the hub."""
     offer = galleries.offer()
-    candidates = list(_search_galleries(offer.builds, reference.term))[:MOST_CANDIDATES]
+    candidates = list(_search_galleries(offer.builds, reference.term))[:MAX_CANDIDATES]
     if _TAGGED_NAME.fullmatch(reference.term):
         candidates.append(
             Suggestion(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
@@ -273,7 +273,7 @@ def _search_galleries(entries: Sequence[Any], term: str) -> list[Suggestion]:
             entry.description[:300],
             galleries.bytes_of(entry),
         )
-        for _, entry in ranked[:MOST_CANDIDATES]
+        for _, entry in ranked[:MAX_CANDIDATES]
     ]
 
 

@@ -15,12 +15,12 @@ from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.sources.variants import RepositoryFile
 
 SCHEME = "s3://"
-MOST_OBJECTS = 10_000
+MAX_OBJECTS = 10_000
 """Maximum objects of a folder that are listed."""
 REQUEST_WITHIN = 60.0
 """Seconds until a response must begin: for an object, its size, or a page of a list."""
 _PIECE_BYTES = 1024 * 1024
-_USUAL_REGION = "us-east-1"
+_DEFAULT_REGION = "us-east-1"
 
 
 async def store(settings: ClusterSettings, bucket: str) -> Any:
@@ -31,7 +31,7 @@ async def store(settings: ClusterSettings, bucket: str) -> Any:
 def _make_store(settings: ClusterSettings, bucket: str) -> Any:
     from obstore.store import S3Store
 
-    options: dict[str, Any] = {"region": settings.s3_region or _USUAL_REGION}
+    options: dict[str, Any] = {"region": settings.s3_region or _DEFAULT_REGION}
     if settings.s3_endpoint:
         options |= {"endpoint": settings.s3_endpoint, "virtual_hosted_style_request": False}
     if settings.s3_access_key and settings.s3_secret_key:
@@ -95,9 +95,9 @@ async def list_files(store: Any, key: str) -> list[RepositoryFile]:
         if batch is None:
             break
         found += [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
-        if len(found) > MOST_OBJECTS:
+        if len(found) > MAX_OBJECTS:
             raise SourceError(
-                f"{names.to_single_line(key[:100])} has more than {MOST_OBJECTS} objects:"
+                f"{names.to_single_line(key[:100])} has more than {MAX_OBJECTS} objects:"
                 " name a folder below it"
             )
     if not found:

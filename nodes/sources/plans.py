@@ -15,11 +15,11 @@ from localai_cluster.kit import errors, names
 from nodes.definitions.sizes import SIDES
 from nodes.loading.source_files import InvalidPath, key_of
 
-MOST_FILES = 2000
+MAX_FILES = 2000
 """Maximum files of one import."""
-LONGEST_PATH, LONGEST_PART, MOST_PARTS = 512, 180, 12
+MAX_PATH_LENGTH, MAX_PART_LENGTH, MAX_PARTS = 512, 180, 12
 """Bytes of a path and of one of its parts, and parts; a partial file's name needs the rest of 255 bytes."""
-LONGEST_URL, MOST_BYTES = 4096, 2**60
+MAX_URL_LENGTH, MAX_BYTES = 4096, 2**60
 SHARE_PREFIX = "share://"
 """Prefix of the address of a file on a share; such a file is used in place and not fetched."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -78,11 +78,11 @@ def check_path(path: str) -> str:
     except InvalidPath as error:
         raise _invalid_path(path, str(error)) from None
     parts = PurePosixPath(path).parts
-    if len(parts) > MOST_PARTS or len(path.encode()) > LONGEST_PATH:
+    if len(parts) > MAX_PARTS or len(path.encode()) > MAX_PATH_LENGTH:
         raise _invalid_path(path, "is too long")
     for part in parts:
-        if len(part.encode()) > LONGEST_PART:
-            raise _invalid_path(path, f"has a part of more than {LONGEST_PART} bytes")
+        if len(part.encode()) > MAX_PART_LENGTH:
+            raise _invalid_path(path, f"has a part of more than {MAX_PART_LENGTH} bytes")
         if part.startswith(".") or part != part.strip() or part.endswith("."):
             raise _invalid_path(path, "has a hidden name, or one with blanks or dots around it")
         if PureWindowsPath(part).is_reserved() or ":" in part:
@@ -100,14 +100,14 @@ def check_files(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
     cannot hold both.
     """
     listed = tuple(files)
-    if len(listed) > MOST_FILES:
+    if len(listed) > MAX_FILES:
         raise errors.InvalidInput(
-            f"it has {len(listed)} files; at most {MOST_FILES} are fetched", field="text"
+            f"it has {len(listed)} files; at most {MAX_FILES} are fetched", field="text"
         )
     seen: dict[str, str] = {}
     for file in listed:
         check_path(file.path)
-        if len(file.url) > LONGEST_URL or file.size < 0 or file.size >= MOST_BYTES:
+        if len(file.url) > MAX_URL_LENGTH or file.size < 0 or file.size >= MAX_BYTES:
             raise _invalid_path(file.path, "has an address or a size that is out of range")
         if file.sha256 and not _SHA256.fullmatch(file.sha256):
             raise _invalid_path(file.path, "has a hash that is not a SHA-256")

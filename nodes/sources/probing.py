@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.outbound import SourceError
 from nodes.definitions.headers import (
-    MOST_CONFIG_BYTES,
+    MAX_CONFIG_BYTES,
     Header,
     UnreadableHeader,
     parse_config,
@@ -34,7 +34,7 @@ TABLE_BYTES = 16 * 1024 * 1024
 """Bytes of a file that are read for the table of its tensors or its chat template."""
 HEADER_LIMIT = 20.0
 """Seconds within which a header must have been read."""
-_LEAST_BYTES = 256
+_MIN_BYTES = 256
 """Bytes that are read to check that the source sends the file."""
 _POINTER = b"version https://git-lfs"
 _CONTEXT_KEY = "context_length"
@@ -87,8 +87,8 @@ async def probe_file(opener: SourceOpener, file: SourceFile, *, with_header: boo
             return ProbedFile(total, header, await _has_tools(opener, file, header, content))
         except UnreadableHeader as error:
             log.warning("The header of %s is refused: %s", file.path, error)
-    content, total = await read_start(opener, file, _LEAST_BYTES)
-    _check_length(content, total, file, _LEAST_BYTES)
+    content, total = await read_start(opener, file, _MIN_BYTES)
+    _check_length(content, total, file, _MIN_BYTES)
     return ProbedFile(total)
 
 
@@ -132,7 +132,7 @@ def _check_length(content: bytes, total: int, file: SourceFile, read: int) -> No
 
 def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
     """Return the header that a `config.json` describes, and its content; raise SourceError."""
-    problem = "too large" if len(content) > MOST_CONFIG_BYTES else untrusted.json_problem(content)
+    problem = "too large" if len(content) > MAX_CONFIG_BYTES else untrusted.json_problem(content)
     if problem:
         raise SourceError(f"config.json is {problem}")
     try:

@@ -12,8 +12,8 @@ from localai_cluster.kit import errors, names
 from localai_cluster.registries import references as images
 from nodes.definitions.files import MAX_FILE_BYTES
 
-LONGEST_LINE = 2048
-LONGEST_TERM = 200
+MAX_LINE_LENGTH = 2048
+MAX_TERM_LENGTH = 200
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 OLLAMA_REGISTRY = "registry.ollama.ai"
 _HUB_SCHEMES = ("huggingface://", "hf://")
@@ -129,8 +129,8 @@ def recognise(text: str, *, mirror: str = "") -> Reference:
         raise _invalid_text("is required")
     if "\n" in text or _DEFINITION_KEYS.match(text):
         return _parse_definition(text)
-    if len(text) > LONGEST_LINE:
-        raise _invalid_text(f"has more than {LONGEST_LINE} characters on one line")
+    if len(text) > MAX_LINE_LENGTH:
+        raise _invalid_text(f"has more than {MAX_LINE_LENGTH} characters on one line")
     if character := names.find_unprintable(text):
         raise _invalid_text(f"must not contain the character {character}")
     if (command := _COMMAND.fullmatch(text)) is not None:
@@ -188,8 +188,8 @@ def _parse_word(text: str) -> Reference:
         return GalleryRef(entry["gallery"], entry["name"])
     if "/" in text:
         return _parse_repository(text)
-    if len(text) > LONGEST_TERM:
-        raise _invalid_text(f"is a name of more than {LONGEST_TERM} characters")
+    if len(text) > MAX_TERM_LENGTH:
+        raise _invalid_text(f"is a name of more than {MAX_TERM_LENGTH} characters")
     return NameRef(text)
 
 

@@ -18,7 +18,7 @@ from nodes.definitions.headers import Header, UnreadableHeader, read_config, rea
 from nodes.sources.variants import RepositoryFile, Variant, variants_of
 
 READ_LIMIT = 10.0
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def _list_files(base: Path) -> list[RepositoryFile]:
                 continue
             with suppress(FileNotFoundError):  # it may have gone since
                 found.append(_file(base, path))
-            if len(found) > MOST_FILES:
-                raise _invalid_path(str(base), f"has more than {MOST_FILES} files")
+            if len(found) > MAX_FILES:
+                raise _invalid_path(str(base), f"has more than {MAX_FILES} files")
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-MOST_VARIANTS = 100
+MAX_VARIANTS = 100
 _SHARD = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<suffix>gguf|safetensors)", re.ASCII
 )
@@ -80,7 +80,7 @@ class Variant:
 def variants_of(files: Sequence[RepositoryFile]) -> list[Variant]:
     """Return the variants, GGUF first, then by size; empty if the repository has no usable model."""
     plain = [file for file in files if not any(part.startswith(".") for part in file.path.split("/"))]
-    return _assign_unique_ids([*_gguf_variants(plain), *_safetensors_variant(plain)])[:MOST_VARIANTS]
+    return _assign_unique_ids([*_gguf_variants(plain), *_safetensors_variant(plain)])[:MAX_VARIANTS]
 
 
 def quantization_of(path: str) -> str:
@@ -132,7 +132,7 @@ def _gguf_variants(files: Sequence[RepositoryFile]) -> list[Variant]:
         beside.setdefault(PurePosixPath(file.path).parent, file)
     return [
         _gguf_variant(parts, beside.get(PurePosixPath(parts[0].path).parent, best))
-        for parts in sets[:MOST_VARIANTS]
+        for parts in sets[:MAX_VARIANTS]
     ]
 
 

@@ -15,9 +15,9 @@ from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import MAX_FILE_BYTES, MAX_NAME, Definition, UnusableDefinition, parse_file
 from nodes.sources.variants import Variant
 
-MOST_VALUES, DEEPEST = 5000, 32
-LONGEST_PROMPT = 32 * 1024
-LARGEST_CONTEXT = 8192
+MAX_VALUES, DEEPEST = 5000, 32
+MAX_PROMPT_LENGTH = 32 * 1024
+MAX_CONTEXT = 8192
 """Maximum context in tokens that an import sets; a model that was trained for less gets less."""
 LLAMA = "llama-cpp"
 _IMAGE_TASKS = ("text-to-image", "image-to-image")
@@ -58,7 +58,7 @@ def definition_of(
         settings["embeddings" if case == "embeddings" else "reranking"] = True
         settings["known_usecases"] = [case]
         return settings
-    settings["context_size"] = min(context or LARGEST_CONTEXT, LARGEST_CONTEXT)
+    settings["context_size"] = min(context or MAX_CONTEXT, MAX_CONTEXT)
     settings["known_usecases"] = ["chat", "completion", *(["vision"] if variant.projector else [])]
     # The model's own template, which its file has.
     settings["options"] = ["use_jinja:true"]
@@ -113,7 +113,7 @@ class _Copier:
     """Copies YAML values. Each copy is a new object, so that the written YAML has no aliases."""
 
     def __init__(self) -> None:
-        self._left = MOST_VALUES
+        self._left = MAX_VALUES
 
     def copy(self, value: Any, level: int = 0) -> Any:
         self._left -= 1

@@ -33,7 +33,7 @@ from operations.executor.work import in_thread
 from operations.ledger import retention
 from operations.models import Operation, Status
 
-USUAL_PAGE, MOST_A_PAGE = 50, 500
+DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
 Position = tuple[datetime, UUID]
 """A position in the order of the history."""
 _OUTCOMES = ("completed", "failed", "cancelled")
@@ -43,7 +43,9 @@ _MAX_LENGTH = 255
 class _Page(serializers.Serializer[Any]):
     """The requested page."""
 
-    limit = serializers.IntegerField(required=False, min_value=1, max_value=MOST_A_PAGE, default=USUAL_PAGE)
+    limit = serializers.IntegerField(
+        required=False, min_value=1, max_value=MAX_PAGE_SIZE, default=DEFAULT_PAGE_SIZE
+    )
     cursor = serializers.CharField(
         required=False, max_length=128, help_text="`nextCursor` of the page before."
     )
@@ -316,7 +318,9 @@ _MAX_NUMBER = 2**63 - 1
 class _ChangesQuery(serializers.Serializer[Any]):
     """The requested changes."""
 
-    limit = serializers.IntegerField(required=False, min_value=1, max_value=MOST_A_PAGE, default=USUAL_PAGE)
+    limit = serializers.IntegerField(
+        required=False, min_value=1, max_value=MAX_PAGE_SIZE, default=DEFAULT_PAGE_SIZE
+    )
     cursor = serializers.IntegerField(
         required=False, min_value=1, max_value=_MAX_NUMBER, help_text="`nextCursor` of the page before."
     )

@@ -30,7 +30,7 @@ JOB_RETENTION = timedelta(hours=1)
 
 Its status can be read for as long as its row exists.
 """
-MOST_JOBS = 500
+MAX_JOBS = 500
 
 
 def find_operation(text: str) -> Operation:
@@ -129,7 +129,7 @@ class BackendJobsView(APIView):
         of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - JOB_RETENTION)
         names = [kind.name for kind in feed.KINDS.values() if kind.subject == self.subject]
         rows = Operation.objects.filter(of_late, kind__in=names).order_by("-created_at", "-id")
-        return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MOST_JOBS]})
+        return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MAX_JOBS]})
 
 
 @name_operations(get="models_jobs")

@@ -84,7 +84,7 @@ JOB_STATUS = Shape(
 )
 
 
-MOST_NODES = 2000
+MAX_NODES = 2000
 STARTED = Shape(
     "Started",
     "An operation was admitted; `statusUrl` tells how it goes.",
@@ -117,7 +117,7 @@ class NodesSerializer(NullIsAbsent):
         child=serializers.UUIDField(),
         required=False,
         allow_empty=False,
-        max_length=MOST_NODES,
+        max_length=MAX_NODES,
     )
 
 

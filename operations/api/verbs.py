@@ -30,8 +30,8 @@ from operations.ledger import admission
 from operations.ledger.admission import OperationRequest, Outcome
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
-MOST_OPERATIONS = 2000
-MOST_REASONS = 20
+MAX_OPERATIONS = 2000
+MAX_REASONS = 20
 RETRY_TEXTS = CommandTexts("started again", "tried at once")
 
 
@@ -213,7 +213,7 @@ class OperationCountsSerializer(serializers.Serializer[Any]):
     refused = serializers.IntegerField(min_value=0, help_text="The verb is not possible for them now.")
     reasons = serializers.ListField(
         child=serializers.CharField(),
-        max_length=MOST_REASONS,
+        max_length=MAX_REASONS,
         help_text="Why, each reason once, the most frequent first; several operations are counted in it.",
     )
 
@@ -222,8 +222,8 @@ class BulkOperationsSerializer(NullIsAbsent):
     """A verb and the operations that it is for."""
 
     verb = serializers.ChoiceField(choices=("cancel", "dismiss", "retry"))
-    ids = serializers.ListField(child=serializers.UUIDField(), min_length=1, max_length=MOST_OPERATIONS)
-    comment = Text(required=False, max_length=admission.LONGEST_COMMENT, help_text="Of a dismissal.")
+    ids = serializers.ListField(child=serializers.UUIDField(), min_length=1, max_length=MAX_OPERATIONS)
+    comment = Text(required=False, max_length=admission.MAX_COMMENT_LENGTH, help_text="Of a dismissal.")
 
 
 RefusalsById = Mapping[UUID, errors.ClusterError | None]
@@ -297,7 +297,7 @@ def _dismiss(ids: list[Any], by: admission.Requester, comment: str) -> dict[str,
 
 
 def _count_outcomes(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
-    most = Counter(refusals).most_common(MOST_REASONS)
+    most = Counter(refusals).most_common(MAX_REASONS)
     reasons = [f"{reason} ({number} operations)" if number > 1 else reason for reason, number in most]
     return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
 

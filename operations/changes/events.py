@@ -39,7 +39,7 @@ NODES = "cluster_nodes"
 GROUP = "operations"
 """Channel-layer group of all watchers of operations."""
 
-MOST_IN_MESSAGE = 100
+MAX_PER_MESSAGE = 100
 """Maximum number of changes in one message of the channel layer; many messages are slower than long ones."""
 _RECONNECT_PAUSE = 1.0
 _TIMER_SECONDS = 60.0
@@ -134,8 +134,8 @@ _bridge = _Bridge()
 
 def publish(operations: Sequence[Mapping[str, Any]]) -> None:
     """Send committed changes, each with its number `seq`, to all watching browsers. Returns at once."""
-    for first in range(0, len(operations), MOST_IN_MESSAGE):
-        batch = [dict(operation) for operation in operations[first : first + MOST_IN_MESSAGE]]
+    for first in range(0, len(operations), MAX_PER_MESSAGE):
+        batch = [dict(operation) for operation in operations[first : first + MAX_PER_MESSAGE]]
         _bridge.submit({"type": "operations.changed", "operations": batch})
 
 

@@ -7,7 +7,7 @@ messages, the cursors read the changes from the rows a little later.
 A `Cursor` is the position of one reader. The channel layer may lose, duplicate or reorder changes. A change
 after a quiet period is yielded at once; the changes that closely follow it are batched. If a gap in the
 numbers does not close while a batch is gathered, the cursor reads the rows; it also reads them every few
-seconds. A slow reader buffers no more than `MOST_RECEIVED` changes and then catches up from the rows.
+seconds. A slow reader buffers no more than `MAX_RECEIVED` changes and then catches up from the rows.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ GATHER = 0.05
 """Minimum seconds between two updates: ten thousand changes a minute become twenty messages a second."""
 FARTHEST_BACK = 1000
 """Maximum number of missed changes that are sent; a client that missed more gets a snapshot."""
-MOST_RECEIVED = 1000
+MAX_RECEIVED = 1000
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Cursor:
 
     def receive(self, seq: int, operation: dict[str, Any]) -> None:
         """Buffer a change from the channel layer."""
-        if len(self._received) >= MOST_RECEIVED:
+        if len(self._received) >= MAX_RECEIVED:
             self._received.clear()  # the gap makes the cursor read the rows
         self._received[seq] = operation
         self._woken.set()

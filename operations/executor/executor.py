@@ -156,7 +156,7 @@ MAX_CLAIM_ITEMS = 1024
 The limit is halved after a claim that took a quarter of a lease, and doubled after a faster full claim. A
 lease counts from the beginning of the claim, so on a busy machine a large claim would outlast its leases.
 """
-FEWEST_AT_ONCE = 128
+MIN_PARALLEL = 128
 """Minimum of that limit: a claim of 64 items costs a third of a claim of a thousand."""
 _RENEWALS_PER_LEASE = 8
 """A renewal skips rows that are locked at that moment, so each lease gets several renewals."""
@@ -239,7 +239,7 @@ class Executor(Generic[C]):
                 self._queue.claim, self._owner, now=clock.now(), lease=self._lease, limit=limit
             )
             if clock.monotonic() - begun > self._lease / 4:
-                self._at_once = max(limit // 2, FEWEST_AT_ONCE)
+                self._at_once = max(limit // 2, MIN_PARALLEL)
             elif len(claimed) == self._at_once:
                 self._at_once = min(2 * self._at_once, MAX_CLAIM_ITEMS)
             for claim in claimed:

@@ -40,8 +40,8 @@ from operations.models import (
 NO_SUCH_OPERATION = "no operation has this id"
 
 
-_LONGEST_ACTOR = 150
-LONGEST_COMMENT = 500
+_MAX_ACTOR_LENGTH = 150
+MAX_COMMENT_LENGTH = 500
 
 
 _DISMISSAL_COLUMNS = ("dismissed_at", "dismissed_by", "dismissed_comment")
@@ -411,8 +411,8 @@ def _dismiss_on(
 
 def _acknowledge(failure: Operation, actor: str, comment: str, now: datetime) -> Change:
     """Dismiss the failure; return the audit entry. The caller saves the failure."""
-    failure.dismissed_at, failure.dismissed_by = now, actor[:_LONGEST_ACTOR]
-    failure.dismissed_comment = comment[:LONGEST_COMMENT]
+    failure.dismissed_at, failure.dismissed_by = now, actor[:_MAX_ACTOR_LENGTH]
+    failure.dismissed_comment = comment[:MAX_COMMENT_LENGTH]
     return audit_entry("dismissed", failure, comment)
 
 
@@ -439,7 +439,7 @@ def cancel(
             raise errors.Conflict(f"the operation is {operation.status} already", field="status")
         if not operation.cancellable:
             raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
-        message = f"cancelled by {actor}"[:_LONGEST_ACTOR]
+        message = f"cancelled by {actor}"[:_MAX_ACTOR_LENGTH]
         all_parts = list(OperationTarget.objects.filter(operation=operation))
         parts = [part for part in all_parts if part.status not in targets.ENDED]
         finished = sum(part.status in (TargetStatus.SUCCESS, TargetStatus.ERROR) for part in all_parts)

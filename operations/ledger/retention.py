@@ -13,12 +13,12 @@ from operations.models import Operation, Status
 DELETED_PER_TRANSACTION = 1000
 """Maximum number of operations deleted in one transaction."""
 DISMISSED_PER_TRANSACTION = 100
-MOST_FAILURES = 1000
+MAX_FAILURES = 1000
 """Maximum number of failures in the inbox; every open page receives all failures."""
-MOST_ENDED = 100_000
+MAX_ENDED = 100_000
 """Maximum number of operations in the history."""
 ACTOR = "system"
-OVERFLOW_COMMENT = f"more than {MOST_FAILURES} failures waited for somebody: the oldest were dismissed"
+OVERFLOW_COMMENT = f"more than {MAX_FAILURES} failures waited for somebody: the oldest were dismissed"
 
 
 _HAS_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
@@ -27,7 +27,7 @@ _HAS_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
 
 
 def dismiss_oldest_failures(*, now: datetime) -> int:
-    """Dismiss the oldest failures beyond `MOST_FAILURES`, with a comment. Return their number.
+    """Dismiss the oldest failures beyond `MAX_FAILURES`, with a comment. Return their number.
 
     Dismissed failures belong to the history, with its retention.
     """
@@ -35,7 +35,7 @@ def dismiss_oldest_failures(*, now: datetime) -> int:
     dismissed = 0
     while True:
         with committed("ledger.dismiss"):
-            oldest = waiting.order_by("-finished_at", "-pk")[MOST_FAILURES:][:DISMISSED_PER_TRANSACTION]
+            oldest = waiting.order_by("-finished_at", "-pk")[MAX_FAILURES:][:DISMISSED_PER_TRANSACTION]
             # Read again under the lock: a user may have dismissed or retried them meanwhile.
             still_waiting = waiting.filter(pk__in=list(oldest.values_list("pk", flat=True))).order_by("pk")
             failures = list(still_waiting.select_for_update(no_key=True))
@@ -53,8 +53,8 @@ def dismiss_oldest_failures(*, now: datetime) -> int:
 
 
 def retention_cutoff(*, before: datetime) -> datetime:
-    """Return `before`, or the end of the newest operation beyond `MOST_ENDED`, whichever is later."""
-    beyond = Operation.objects.filter(_HAS_ENDED).order_by("-finished_at", "-pk")[MOST_ENDED:]
+    """Return `before`, or the end of the newest operation beyond `MAX_ENDED`, whichever is later."""
+    beyond = Operation.objects.filter(_HAS_ENDED).order_by("-finished_at", "-pk")[MAX_ENDED:]
     last = beyond.values_list("finished_at", flat=True).first()
     return before if last is None else max(before, last + timedelta(microseconds=1))
 

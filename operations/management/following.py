@@ -37,7 +37,7 @@ from operations.management import operation_texts as texts
 from operations.management.operation_texts import Entry, Part
 from operations.models import TERMINAL, Status, TargetStatus, Waves
 
-MOST_LINES = 20
+MAX_LINES = 20
 """Maximum lines of one operation on a terminal; the last line counts the targets without a line of their own.
 """
 _PERCENT_STEP = 10
@@ -157,7 +157,7 @@ class Bars:
         """Draw the first targets in the order of their states, and count the others."""
         parts = list(entry.get("nodes", ())) or [_as_target(entry)]
         ordered = sorted(parts, key=_interest)
-        room = MOST_LINES - 1  # below the head
+        room = MAX_LINES - 1  # below the head
         shown = ordered if len(parts) <= room else ordered[: room - 1]
         chosen = {part["node_id"] for part in shown}
         left = [part for part in ordered if part["node_id"] not in chosen]
@@ -278,8 +278,8 @@ def outcome_text(entry: Entry) -> str:
         return f"operation {id} failed: {why}; `manage.py operations retry {id}` tries again"
     of = f"{len(failed)} of {len(entry['nodes'])} nodes"
     head = f"operation {id} failed on {of}; `manage.py operations retry {id}` tries again"
-    more = [f"and {len(failed) - MOST_LINES} more"] if len(failed) > MOST_LINES else []
-    return "\n".join([head, *map(texts.target_line, failed[:MOST_LINES]), *more])
+    more = [f"and {len(failed) - MAX_LINES} more"] if len(failed) > MAX_LINES else []
+    return "\n".join([head, *map(texts.target_line, failed[:MAX_LINES]), *more])
 
 
 def _waits_for_choice(entry: Entry) -> bool:

@@ -10,7 +10,7 @@ from tests.support.cluster import ROOT
 SERIOUS = ("serious", "critical")
 ALSO = ("heading-order",)
 """Rules that count although axe calls them moderate (review P15)."""
-MOST_TABS = 400
+MAX_TABS = 400
 _AXE = ROOT / "static" / "node_modules" / "axe-core" / "axe.min.js"
 _RUN = """async () => {
   const found = await axe.run(document, {
@@ -91,7 +91,7 @@ def walk(page: Page) -> list[dict[str, Any]]:
     """Everything that Tab reaches from the top of the page, in order, each once; ends where it began."""
     page.evaluate("document.activeElement?.blur()")
     stops: list[dict[str, Any]] = []
-    for _ in range(MOST_TABS):
+    for _ in range(MAX_TABS):
         page.keyboard.press("Tab")
         stop = page.evaluate(_FOCUS)
         if stop is None or stop["number"] < len(stops):

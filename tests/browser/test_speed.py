@@ -12,7 +12,7 @@ from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import PAGES
 from tests.support.cluster import ROOT
 
-MOST_FILES, MOST_QUESTIONS = 12, 6
+MAX_FILES, MAX_QUESTIONS = 12, 6
 """Of a page: files of the build, and requests to the API with that for the session. What the feed tells a
 revision of is read twice if the answer was there before it."""
 _SAVES_DATA = 'Object.defineProperty(navigator, "connection", { value: { saveData: true } })'
@@ -60,8 +60,8 @@ def test_a_cold_page_waits_for_its_document_then_for_its_code_then_for_its_data(
     files, named = files_of(requests), _NAMED.findall(document.text())
     questions = [one.url for one in requests if "/api/" in one.url]
     assert sorted(files) == sorted(named)
-    assert len(files) <= MOST_FILES
-    assert len(questions) <= MOST_QUESTIONS
+    assert len(files) <= MAX_FILES
+    assert len(questions) <= MAX_QUESTIONS
     assert sum(url.endswith("/api/auth/status") for url in questions) == 1
 
 

@@ -43,12 +43,12 @@ from operations.executor import work as executor_work
 from operations.executor.work import Recorder, write_batch
 from tests.support.loading import EngineClient
 
-MOST_DELAYED = timedelta(seconds=57)
+MAX_DELAYED = timedelta(seconds=57)
 """A start arrives within this time or never: `states.UNANSWERED_START_LIMIT` less two clocks' difference."""
 SKEWS = (-0.5, 0.0, 0.5)
 """Errors in seconds of a controller's clock; the clock steps from one error to another."""
 BLOCKERS = "SELECT unnest(pg_blocking_pids(%s))"
-_LONGEST_WAIT = 600.0
+_MAX_WAIT = 600.0
 _current = threading.local()
 
 
@@ -170,7 +170,7 @@ def wait(actor: Actor, everybody: list[Actor]) -> bool:
     waited, was_blocked = 0.0, False
     while not actor.back.wait(0.05):
         waited += 0.05
-        assert waited < _LONGEST_WAIT, f"{actor.name} does not come back from {actor.job}"
+        assert waited < _MAX_WAIT, f"{actor.name} does not come back from {actor.job}"
         with connection.cursor() as cursor:
             cursor.execute(BLOCKERS, [actor.pid])
             blockers = {pid for (pid,) in cursor.fetchall()}
@@ -332,7 +332,7 @@ class World:
             if key not in worker.processes:
                 return m.InstallReply(error="refused")
         if fate == "late":
-            worker.delayed.append(Delayed("start", row, key, "", began + MOST_DELAYED))
+            worker.delayed.append(Delayed("start", row, key, "", began + MAX_DELAYED))
         elif fate != "lost":
             address = worker.start(row, key)
             if fate == "double":
@@ -548,7 +548,7 @@ def played(world: World) -> Iterator[None]:
         (stops, "probe"): world.probe,
         (state_pass, "probe"): world.probe,
         (state_pass, "in_thread"): _in_thread,
-        (state_pass, "CHECK_LIMIT"): _LONGEST_WAIT,
+        (state_pass, "CHECK_LIMIT"): _MAX_WAIT,
         (state_pass.log, "warning"): warning,
         (inventory, "in_thread"): _in_thread,
         (unload_requests, "in_thread"): _in_thread,

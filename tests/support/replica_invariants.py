@@ -16,7 +16,7 @@ from tests.support.replica_jobs import GB, MEMORY, Cluster
 from tests.support.replica_log import ALLOWED, Row, read_state, take_changes
 
 WAITING = (Phase.DRAINING, Phase.TERMINATING)
-LONGEST_GRACE = 60
+MAX_GRACE = 60
 """Maximum seconds of grace that an operator grants in these histories."""
 CLOCK_TOLERANCE = timedelta(seconds=1)
 
@@ -118,7 +118,7 @@ class Invariants:
             return
         cluster = conf.cluster()
         grace = {
-            "unload": LONGEST_GRACE,
+            "unload": MAX_GRACE,
             "upgrade": cluster.upgrade_drain,
             "replaced": cluster.request_timeout,
             "evicted": 0,

@@ -27,7 +27,7 @@ from tests.support.replica_jobs import LEASE, Cluster
 STEPS = 50
 PRESENT = 3
 """Number of replicas at the start."""
-LONGEST_SLEEP = 1000
+MAX_SLEEP = 1000
 MOMENT = 0.001
 """Seconds after a reading: a replica that is loaded at the same moment counts as included."""
 ROUNDS = 40
@@ -66,7 +66,7 @@ CAUSES = {"stops": "loses", "works": "asks_for_load", "upgrades": "asks_for_upgr
 MEANWHILE = ["falls_silent", "crashes", *["asks_for_unload", "asks_for_load", ""] * 2]
 """Actions before a late record is written; empty: the lease expires."""
 BEFORE_A_LOAD_ENDS = ["falls_silent", "", "", "cancels"]
-LONGEST_JOB = 120
+MAX_JOB = 120
 """Maximum points of a job."""
 
 
@@ -189,7 +189,7 @@ class History:
             if job in CAUSES:
                 self.act(partial(getattr(self.cluster, CAUSES[job]), dice))
             self.begins(slow, job)
-        for _ in range(LONGEST_JOB):
+        for _ in range(MAX_JOB):
             if slow.is_idle or slow.point in notes:
                 break
             self.go(slow)
@@ -217,7 +217,7 @@ class History:
         if (starter := next((actor for actor in self.controllers if actor.is_idle), None)) is not None:
             self.act(partial(self.cluster.asks_for_load, dice))
             self.begins(starter, "works")
-            for _ in range(LONGEST_JOB):
+            for _ in range(MAX_JOB):
                 if starter.is_idle or starter.point == "send backend.install":
                     break
                 self.go(starter)
@@ -368,7 +368,7 @@ class History:
         """Continue at each point without a stop; time passes during a sleep."""
         if point == "sleep":
             self.naps += 1
-            assert self.naps < LONGEST_SLEEP, "something is waited for forever"
+            assert self.naps < MAX_SLEEP, "something is waited for forever"
             self.world.passes(2)
 
     def run_passes(self) -> None:

@@ -29,7 +29,7 @@ MECHANISMS = (
     "staging",
     "workers",
 )
-MOST_WORDS = 700
+MAX_WORDS = 700
 
 
 def _page_id(page: Path) -> str:
@@ -57,7 +57,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_pages_about_mechanisms_are_short() -> None:
     words = {name: len((ROOT / f"docs/{name}.md").read_text().split()) for name in MECHANISMS}
-    assert not {name: count for name, count in words.items() if count > MOST_WORDS}
+    assert not {name: count for name, count in words.items() if count > MAX_WORDS}
 
 
 def test_pages_for_operators_are_listed() -> None:

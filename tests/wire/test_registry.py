@@ -20,7 +20,7 @@ from tests.wire.servers import until
 
 GIB = 2**30
 LAYERS = 4
-MOST_MEMORY = 150 * 10**6
+MAX_MEMORY = 150 * 10**6
 SHOWN = "for the table: "
 """What `tests/sweep.py` puts into its table."""
 pytestmark = [
@@ -102,7 +102,7 @@ async def memory_bounded(node: Node) -> AsyncIterator[list[int]]:
     finally:
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
-    assert peak[0] < MOST_MEMORY
+    assert peak[0] < MAX_MEMORY
 
 
 def copy_and_hash(folder: Path, target: Path) -> tuple[float, float]:

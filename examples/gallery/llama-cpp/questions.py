@@ -13,9 +13,9 @@ from typing import Any
 
 from localai_backend import Invalid, pb
 
-MOST_LOGPROBS = 20
-MOST_CALLS = 16
-MOST_GRAMMAR = 256 * 1024
+MAX_LOGPROBS = 20
+MAX_CALLS = 16
+MAX_GRAMMAR = 256 * 1024
 """Characters: llama.cpp repeats a grammar that it cannot read in the log."""
 
 Body = dict[str, Any]
@@ -118,8 +118,8 @@ def _sampling(options: pb.PredictOptions) -> Body:
 
 def _logprobs(body: Body, options: pb.PredictOptions, *, chat: bool) -> None:
     wanted = max(options.TopLogprobs, 0 if chat else options.Logprobs)
-    if wanted > MOST_LOGPROBS:
-        raise Invalid(f"TopLogprobs is {wanted}; at most {MOST_LOGPROBS} are possible")
+    if wanted > MAX_LOGPROBS:
+        raise Invalid(f"TopLogprobs is {wanted}; at most {MAX_LOGPROBS} are possible")
     if options.Logprobs <= 0:
         return
     # llama.cpp tells none at all when it is asked for 0 alternatives; `answers` cuts them off again.
@@ -175,7 +175,7 @@ def _tools(body: Body, options: pb.PredictOptions, facts: Facts) -> tuple[str, b
     parallel = options.Metadata.get("parallel_tool_calls")
     if kind == "required":
         shown = [one for one in listed if not name or _tool(one).name == name]
-        most = 1 if parallel == "false" else MOST_CALLS
+        most = 1 if parallel == "false" else MAX_CALLS
         body["messages"] = _shown(body["messages"], shown, _ARGUMENTS if name else _CALLS)
         body["grammar"] = _of_schema(tools[name].parameters) if name else _of_calls(tools.values(), most)
         # Nothing may cut a call.
@@ -240,8 +240,8 @@ def _shown(messages: list[Body], tools: list[Any], end: str) -> list[Body]:
 
 def _grammar(text: str) -> str:
     """GBNF as it is; a JSON object is the JSON schema of the answer."""
-    if len(text) > MOST_GRAMMAR:
-        raise Invalid(f"Grammar has more than {MOST_GRAMMAR} characters")
+    if len(text) > MAX_GRAMMAR:
+        raise Invalid(f"Grammar has more than {MAX_GRAMMAR} characters")
     if text.lstrip().startswith("{"):
         return _of_schema(_json(text, dict, "Grammar"))
     return _checked(text) if text.startswith("%llguidance") else text

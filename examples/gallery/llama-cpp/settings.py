@@ -15,7 +15,7 @@ from localai_backend import LoadRefused, pb, say
 CONTEXT = 4096
 """Tokens of a request, prompt and answer, where the definition is silent."""
 BATCH = 512
-MOST_SLOTS = 64
+MAX_SLOTS = 64
 HEADER_BYTES = 64 * 1024 * 1024
 """The facts of a GGUF stand before its tensors; vocabularies of today's models fit in a tenth of this."""
 ERRORS_ONLY = 1
@@ -37,7 +37,7 @@ class Settings:
 
     def __init__(self, options: pb.ModelOptions) -> None:
         extra = dict(_pair(line) for line in options.Options)
-        self.slots = _number(extra, _SLOTS, default=1, low=1, high=MOST_SLOTS)
+        self.slots = _number(extra, _SLOTS, default=1, low=1, high=MAX_SLOTS)
         self.cache_ram_mib = _number(extra, _CACHE_RAM, default=-1, low=-1, high=2**31 - 1)
         self.file = model_file(options)
         self.has_template = header_has(self.file, _key(b"tokenizer.chat_template"))

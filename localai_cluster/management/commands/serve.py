@@ -43,7 +43,7 @@ LAST_ANSWER_SECONDS = 1.0
 """Further seconds for requests that wait for a load to send their error response."""
 FAREWELL_SECONDS = 1.0
 """Seconds for a websocket's client to read the close code 1012, after which it reconnects."""
-LARGEST_MESSAGE = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
 """Maximum bytes of a websocket client's message; its content is ignored."""
 GC_THRESHOLD = 10_000
 """Number of new objects (a few megabytes) after which the garbage collector runs."""
@@ -63,7 +63,7 @@ class OrderedServer(uvicorn.Server):
                 loop="uvloop",
                 http=BoundedHead,
                 ws=WatchingSocket,
-                ws_max_size=LARGEST_MESSAGE,
+                ws_max_size=MAX_MESSAGE_BYTES,
                 ws_ping_interval=_PING_EVERY,
                 ws_ping_timeout=_PONG_WITHIN,
                 ws_per_message_deflate=False,
@@ -144,8 +144,8 @@ class Command(BaseCommand):
         gc.enable()
         cluster = conf.cluster()
         number = cluster.web_processes if options["processes"] is None else options["processes"]
-        if not 1 <= number <= settings_table.MOST_WEB_PROCESSES:
-            raise CommandError(f"--processes must be from 1 to {settings_table.MOST_WEB_PROCESSES}")
+        if not 1 <= number <= settings_table.MAX_WEB_PROCESSES:
+            raise CommandError(f"--processes must be from 1 to {settings_table.MAX_WEB_PROCESSES}")
         schema_version.refuse_other(cluster.database_url)
         if options["inherited"]:
             listening, parent = (socket.socket(fileno=number) for number in options["inherited"])

@@ -30,7 +30,7 @@ from localai_cluster.kit.outbound import Outbound, SourceError, SourceUnreachabl
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.download import (
-    MOST_BYTES,
+    MAX_BYTES,
     Archive,
     DownloadFailed,
     Downloads,
@@ -46,7 +46,7 @@ from localai_cluster.worker.source_files import BadSource
 
 log = logging.getLogger(__name__)
 
-LONGEST_REQUEST = 16 * 1024
+MAX_REQUEST_LENGTH = 16 * 1024
 REPORT_EVERY = 1.0
 """Seconds between two lines of progress."""
 SEND_LIMIT = 60.0
@@ -124,8 +124,8 @@ class Fetches:
         length = exchange.length
         if length is None or not exchange.header(b"content-length"):
             raise Refusal(411, "Content-Length is required")
-        if length > LONGEST_REQUEST:
-            raise Refusal(413, f"the body is longer than {LONGEST_REQUEST} bytes")
+        if length > MAX_REQUEST_LENGTH:
+            raise Refusal(413, f"the body is longer than {MAX_REQUEST_LENGTH} bytes")
         text = b""
         while piece := await exchange.piece():
             text += piece
@@ -137,8 +137,8 @@ class Fetches:
             raise Refusal(400, f"the body cannot be used: {error}") from None
         if not is_digest(body.sha256):
             raise Refusal(400, "sha256: 64 hex digits in lower case are needed")
-        if not 1 <= body.size <= MOST_BYTES:
-            raise Refusal(400, f"size: 1 to {MOST_BYTES} bytes are fetched")
+        if not 1 <= body.size <= MAX_BYTES:
+            raise Refusal(400, f"size: 1 to {MAX_BYTES} bytes are fetched")
         return _Fetch(key, body.url, self._address(body.url), body.size, body.sha256)
 
     def _address(self, url: str) -> str:

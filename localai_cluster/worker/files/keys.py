@@ -20,7 +20,7 @@ from urllib.parse import unquote_to_bytes
 from localai_cluster.worker.exchange import Refusal
 
 HASH_SUFFIX, TARGET_SUFFIX = ".sha256", ".sha256.target"
-LONGEST_NAME = 255 - len(TARGET_SUFFIX)
+MAX_NAME_LENGTH = 255 - len(TARGET_SUFFIX)
 """Maximum bytes of a file name: the names of its side files must fit as well."""
 EPHEMERAL = "ephemeral"
 _HIDDEN = (b"%2f", b"%5c", b"%00")
@@ -116,8 +116,8 @@ def _check(parts: Sequence[str]) -> None:
             raise Refusal(400, "invalid key: an empty part, or one of dots")
         if any(ord(character) < 32 or ord(character) == 127 for character in part):
             raise Refusal(400, "invalid key: a control character")
-        if len(part.encode()) > LONGEST_NAME:
-            raise Refusal(400, f"invalid key: a name of more than {LONGEST_NAME} bytes")
+        if len(part.encode()) > MAX_NAME_LENGTH:
+            raise Refusal(400, f"invalid key: a name of more than {MAX_NAME_LENGTH} bytes")
         if is_side_file(part):
             raise Refusal(400, "invalid key: a side file")
 

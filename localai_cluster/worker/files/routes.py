@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 FILES, LISTS, FETCHES = b"/v1/files/", b"/v1/files-list/", b"/v1/files-fetch/"
 CAN_FETCH = {"x-file-fetch": "1"}
 """Response header to HEAD: this worker has the route of `fetches.py`, which stock workers lack."""
-MOST_LISTED = 100_000
+MAX_LISTED = 100_000
 PIECE_BYTES = 256 * 1024
 """Bytes of one piece that is read and sent."""
 SEND_LIMIT = 60.0
 """Seconds within which a client must accept a piece of a download."""
-LARGEST_BODY = 50 * 1024**3
+MAX_BODY_BYTES = 50 * 1024**3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -63,8 +63,8 @@ def upload(exchange: Exchange, key: ResolvedKey) -> Upload:
     length = exchange.length
     if length is None or not exchange.header(b"content-length"):
         raise Refusal(411, "Content-Length is required")
-    if length > LARGEST_BODY:
-        raise Refusal(413, f"the body is larger than {LARGEST_BODY} bytes: send it in several parts")
+    if length > MAX_BODY_BYTES:
+        raise Refusal(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send it in several parts")
     part = parse_content_range(exchange.header(b"content-range"))
     return Upload(key, length, part, validate_digest(exchange.header(b"x-content-sha256")))
 
@@ -410,8 +410,8 @@ def _list_files(folders: Folders, key: ResolvedKey) -> list[str]:
         for path in (current / name for name in files if not is_side_file(name)):
             if path.is_file() and folders.holds(key.folder, path.resolve()):
                 paths.append(str(path.relative_to(key.real)))
-        if len(paths) > MOST_LISTED:
-            raise Refusal(400, f"more than {MOST_LISTED} files")
+        if len(paths) > MAX_LISTED:
+            raise Refusal(400, f"more than {MAX_LISTED} files")
     return sorted(paths)
 
 

@@ -26,7 +26,7 @@ from localai_cluster.accounts.command_line import (
 from localai_cluster.kit import clock, errors, untrusted
 from localai_cluster.kit.quantities import gib_rounded_up
 from localai_cluster.web.envelopes import translate_error
-from nodes.api.placement import MOST_HEADER_BYTES, PlacementPlanRequestSerializer, make_plan
+from nodes.api.placement import MAX_HEADER_BYTES, PlacementPlanRequestSerializer, make_plan
 from nodes.definitions import sizes
 from nodes.definitions.headers import read_json
 from nodes.loading import load_explanation
@@ -126,7 +126,7 @@ def _file_field(path: Path | None, size: int | None, context: int | None) -> dic
                 raise CommandError("--file: there is no file *.safetensors beside it")
             return body | {"size": weights, "config": config}
         with untrusted.open_file(path) as content:
-            header = b64encode(content.read(MOST_HEADER_BYTES)).decode()
+            header = b64encode(content.read(MAX_HEADER_BYTES)).decode()
         return body | {"size": sum(shard.stat().st_size for shard in sizes.shards(path)), "header": header}
     except (OSError, ValueError) as error:
         raise CommandError(f"--file: {error}") from error

@@ -155,8 +155,8 @@ def dismiss(options: Options) -> str:
     """Dismiss a failure; the comment stays in the history."""
     operation = _operation(options["operation"])
     comment = options["comment"]
-    if len(comment) > admission.LONGEST_COMMENT:
-        raise CommandError(f"--comment must be at most {admission.LONGEST_COMMENT} characters long")
+    if len(comment) > admission.MAX_COMMENT_LENGTH:
+        raise CommandError(f"--comment must be at most {admission.MAX_COMMENT_LENGTH} characters long")
     admission.dismiss(operation.id, actor=str(command_line.current_actor()), now=clock.now(), comment=comment)
     return _result_text(options, operation, "operation dismissed")
 

@@ -413,9 +413,9 @@ def test_a_small_list_does_not_become_a_huge_one(monkeypatch: pytest.MonkeyPatch
     text = f"- &one {{name: first, description: {'d' * 100_000}, tags: {tags}}}\n" + "- *one\n" * 30_000
     builds = gallery_index.parse(text.encode(), m.Gallery())
     assert (len(builds), len(builds[0].tags), len(builds[0].description)) == (
-        gallery_index.MOST_ENTRIES,
-        gallery_index.MOST_TEXTS,
-        gallery_index.LONGEST_TEXT,
+        gallery_index.MAX_ENTRIES,
+        gallery_index.MAX_TEXTS,
+        gallery_index.MAX_TEXT_LENGTH,
     )
 
 

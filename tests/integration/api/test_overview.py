@@ -90,7 +90,7 @@ def test_failures_are_grouped_by_what_their_errors_have_in_common_and_nodes_coun
 def test_failures_are_in_one_order_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest groups first, of equal ones the newest, of equally new ones by their kind and cause."""
     now = clock.now()
-    monkeypatch.setattr("nodes.api.overview.MOST_FAILURES", 6)
+    monkeypatch.setattr("nodes.api.overview.MAX_FAILURES", 6)
     for age, error in enumerate(("latest", "twice", "twice", "zeta", "alpha", "one more", "too old")):
         fail(f"m{age}", error, finished_at=now - timedelta(minutes=3 if error in ("zeta", "alpha") else age))
     expected = ["twice", "latest", "alpha", "zeta", "one more"]

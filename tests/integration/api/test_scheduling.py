@@ -15,7 +15,7 @@ from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig
 from nodes.scheduling import rules, store
-from nodes.scheduling.rules import LARGEST_THRESHOLD, MOST_REPLICAS, Rule
+from nodes.scheduling.rules import MAX_REPLICAS, MAX_THRESHOLD, Rule
 from operations.changes.events import conninfo
 from tests.support import api
 from tests.support.fleet import at_once, unexpected
@@ -129,13 +129,13 @@ def test_a_path_that_is_no_name_names_no_rule(model: str) -> None:
         *(("node_selector", value) for value in ("tier=t1", ["a"], {"a": 1}, {"a": None}, {"": "x"})),
         *(("node_selector", value) for value in ({"a" * 129: "x"}, {"a": "x" * 256}, {"a": "\x00"})),
         ("node_selector", {str(number): "" for number in range(65)}),
-        *(("min_replicas", value) for value in (-1, 1.5, "1", True, MOST_REPLICAS + 1, 10**400)),
+        *(("min_replicas", value) for value in (-1, 1.5, "1", True, MAX_REPLICAS + 1, 10**400)),
         *(("max_replicas", value) for value in (-1, "1", 2**63)),
         *(("spread_all", value) for value in ("true", 1)),
         *(("route_policy", value) for value in ("zz", "ROUND_ROBIN", 1, "x" * 33)),
         *(("min_prefix_match", value) for value in (-0.1, 1.1, "1", True, 10**400)),
-        *(("balance_abs_threshold", value) for value in (-1, 1.5, LARGEST_THRESHOLD + 1)),
-        *(("balance_rel_threshold", value) for value in (-1, 0.5, 0.999, LARGEST_THRESHOLD + 1, 10**400)),
+        *(("balance_abs_threshold", value) for value in (-1, 1.5, MAX_THRESHOLD + 1)),
+        *(("balance_rel_threshold", value) for value in (-1, 0.5, 0.999, MAX_THRESHOLD + 1, 10**400)),
     ],
     ids=lambda value: ascii(value)[:40],
 )

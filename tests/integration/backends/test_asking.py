@@ -39,11 +39,11 @@ def test_the_same_request_is_the_same_operation_and_due_at_once() -> None:
     first = ask(INSTALL, node)
     later = clock.now().replace(year=2030)
     PendingBackendOp.objects.update(
-        attempts=intent_rows.MOST_ATTEMPTS, last_error="no answer", next_retry_at=later
+        attempts=intent_rows.MAX_ATTEMPTS, last_error="no answer", next_retry_at=later
     )
     assert ask(INSTALL, node).id == first.id
     row = intent(node)
-    assert (row.attempts, row.last_error) == (intent_rows.MOST_ATTEMPTS, "no answer")
+    assert (row.attempts, row.last_error) == (intent_rows.MAX_ATTEMPTS, "no answer")
     assert row.next_retry_at <= clock.now()
     assert Operation.objects.count() == OperationTarget.objects.count() == 1
 

@@ -13,7 +13,7 @@ from localai_cluster.kit import clock, errors, leases
 from localai_cluster.messaging.messages import InstalledBackend
 from nodes.backends import admission, intents, inventory
 from nodes.backends.intents import (
-    MOST_ATTEMPTS,
+    MAX_ATTEMPTS,
     PARALLEL_PER_NODE,
     Ended,
     Failed,
@@ -223,7 +223,7 @@ def test_failures_are_tried_again_ever_later_and_the_tenth_is_the_last(
 ) -> None:
     operation, intent = begun()
     pauses = []
-    for number in range(1, MOST_ATTEMPTS):
+    for number in range(1, MAX_ATTEMPTS):
         at = clock.now()
         assert not intents.record_outcomes({(intent.id, intent.fence): (Failed("no answer"), ())}, now=at)
         row = PendingBackendOp.objects.get()
@@ -284,7 +284,7 @@ def test_an_attempt_that_lost_its_lease_changes_nothing() -> None:
 @pytest.mark.rule("A37", "O90", "H5", "R6.38")
 def test_an_intent_that_outlives_ten_controllers_ends() -> None:
     operation, _ = begun()
-    for _ in range(leases.MOST_LOST_LEASES):
+    for _ in range(leases.MAX_LOST_LEASES):
         PendingBackendOp.objects.update(lease_until=clock.now() - MINUTE)
         assert intents.reap(now=clock.now()) == (1, 0)
         assert len(claim()) == 1

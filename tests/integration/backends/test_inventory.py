@@ -26,7 +26,7 @@ from localai_cluster.messaging.bus import NoResponders, NotConnected
 from localai_cluster.messaging.messages import encode
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
-from nodes.backends.intents import MOST_ATTEMPTS
+from nodes.backends.intents import MAX_ATTEMPTS
 from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry import change, lifecycle
@@ -482,7 +482,7 @@ async def test_each_failed_contact_with_a_deaf_node_counts_as_an_attempt_until_t
         assert not await inventory.request_list(bus, await hot.in_thread(lambda: question(node)))
         await hot.in_thread(operation.refresh_from_db)
 
-    for attempt in range(1, MOST_ATTEMPTS):
+    for attempt in range(1, MAX_ATTEMPTS):
         await contact()
         part = await hot.in_thread(lambda: wished.part(operation))
         assert (part.attempts, part.waits_for_node, part.next_check_at) == (attempt, True, None)
@@ -491,7 +491,7 @@ async def test_each_failed_contact_with_a_deaf_node_counts_as_an_attempt_until_t
         assert (row.attempts, operation.status) == (attempt, "waiting_for_nodes"), "the pause is not over"
         await hot.in_thread(wished.due_now)
     await contact()
-    assert (operation.status, operation.attempts) == ("failed", MOST_ATTEMPTS)
+    assert (operation.status, operation.attempts) == ("failed", MAX_ATTEMPTS)
     assert operation.error == "given up after 10 attempts: node deaf is not responding"
     assert not await hot.in_thread(PendingBackendOp.objects.exists)
 

@@ -80,7 +80,7 @@ def test_a_restored_revision_is_a_new_one() -> None:
 
 
 def test_old_revisions_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MOST_REVISIONS", 2)
+    monkeypatch.setattr(store, "MAX_REVISIONS", 2)
     for size in range(1, 5):
         save(f"{TEXT}context_size: {size}\n")
     assert sorted(DefinitionRevision.objects.values_list("number", flat=True)) == [3, 4]
@@ -90,7 +90,7 @@ def test_the_pruning_task_keeps_the_last_revisions_and_the_young_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Issue 25."""
-    monkeypatch.setattr(store, "LEAST_REVISIONS", 2)
+    monkeypatch.setattr(store, "MIN_REVISIONS", 2)
     monkeypatch.setattr(tasks, "PRUNE_CHUNK_ROWS", 1)
     now = clock.now()
     for number in range(6):

@@ -16,7 +16,7 @@ from localai_cluster.rpc.messages import Reply
 from nodes.dialects.audio import SpeechBody
 from nodes.dialects.images import ImagesBody
 from nodes.dialects.openai import ChatBody, CompletionBody
-from nodes.dialects.openai_common import LARGEST_BODY
+from nodes.dialects.openai_common import MAX_BODY_BYTES
 from nodes.dialects.retrieval import EmbeddingsBody, RerankBody
 from nodes.dialects.tokens import DetokenizeBody, TokenizeBody
 from nodes.models import NodeModel
@@ -123,12 +123,12 @@ def test_a_body_that_cannot_be_read(raw: bytes, status: int) -> None:
 
 
 def test_a_body_beyond_the_limit_names_the_limit() -> None:
-    large = json.dumps(TALK | {"messages": [{"role": "user", "content": "x" * LARGEST_BODY}]}).encode()
+    large = json.dumps(TALK | {"messages": [{"role": "user", "content": "x" * MAX_BODY_BYTES}]}).encode()
     found = answers(*((path, large) for path in ROUTES if path != "/v1/embeddings"))
     for answer in found:
         assert answer.status == 413
         assert "bytes" in answer.body["error"]["message"]
-    assert str(LARGEST_BODY) in found[0].body["error"]["message"]
+    assert str(MAX_BODY_BYTES) in found[0].body["error"]["message"]
 
 
 def test_what_is_much_is_named() -> None:

@@ -393,7 +393,7 @@ async def test_a_source_that_never_recovers_is_given_up_for_now(source: Source, 
     with pytest.raises(SourceBusy) as error:
         await fetcher.fetch(len(DATA), connections=1)
     assert not error.value.permanent
-    assert len(source.seen("files")) == downloader.MOST_FAILURES + 1
+    assert len(source.seen("files")) == downloader.MAX_FAILURES + 1
 
 
 async def test_a_wrong_length_is_an_error(source: Source, fetcher: Fetcher) -> None:

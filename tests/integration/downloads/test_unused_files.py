@@ -273,7 +273,7 @@ async def test_a_folder_that_cannot_be_read_is_left_out(
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert await listed(models) == ["old.gguf"]
-    monkeypatch.setattr(unused_files, "MOST_SEEN", 1)
+    monkeypatch.setattr(unused_files, "MAX_SEEN", 1)
     assert len(await listed(models)) <= 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import (
     FIRST_DELAY,
-    LONGEST_DELAY,
+    MAX_DELAY,
     STEADY_SECONDS,
     Program,
     Supervisor,
@@ -129,7 +129,7 @@ def test_backoff_doubles_up_to_its_limit_and_is_forgotten_after_a_steady_minute(
     for _ in range(7):
         failures = count_failures(failures, uptime=0.1)
         delays.append(restart_delay(failures))
-    assert delays == [FIRST_DELAY, 2, 4, 8, 16, LONGEST_DELAY, LONGEST_DELAY]
+    assert delays == [FIRST_DELAY, 2, 4, 8, 16, MAX_DELAY, MAX_DELAY]
     assert count_failures(failures, STEADY_SECONDS) == 1
 
 

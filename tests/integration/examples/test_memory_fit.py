@@ -27,7 +27,7 @@ from tests.support.gguf_models import HELD_OUT, MODELS
 
 MIB, GIB = 2**20, 2**30
 CONTEXT = 2048
-LARGEST_FILE = 8 * GIB
+MAX_FILE_BYTES = 8 * GIB
 """llama.cpp reads a mapped file ahead, so larger ones would fill the machine's page cache."""
 ROUNDED = 0.006
 """MiB: llama.cpp prints two decimals."""
@@ -65,7 +65,7 @@ def compare(folder: Path, model: Dimensions, options: dict[str, Any], parameters
     # The measurement has no copies in another layout: mapped weights are compared as they are in the file.
     estimated["weights"] = sum(tensor.size for tensor in header.tensors) / MIB if header is not None else 0.0
     measured: dict[str, float] = {}
-    if size <= LARGEST_FILE:
+    if size <= MAX_FILE_BYTES:
         found = llama_buffers.measure(path, json.dumps({"n_ctx": CONTEXT, **parameters}))
         measured = {
             "weights": found["model"],

@@ -31,7 +31,7 @@ from nodes.gateway import gateway
 from nodes.loading import load, load_explanation, load_info
 from nodes.models import BackendNode, ModelLoadInfo, NodeBackend, NodeModel, PlacementRecord
 from nodes.placement.choose import Need
-from nodes.placement.fit import MOST_READINGS
+from nodes.placement.fit import MAX_READINGS
 from nodes.reconcilers import replicas, tasks
 from nodes.replicas import engines, slots
 from nodes.replicas.slots import Slot
@@ -275,11 +275,11 @@ def test_an_impossible_report_teaches_nothing(size: int, caplog: pytest.LogCaptu
 
 def test_the_last_five_readings_of_the_last_keys_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue 23."""
-    monkeypatch.setattr(load_info, "MOST_KEYS", 2)
+    monkeypatch.setattr(load_info, "MAX_KEYS", 2)
     device = Device()
     for number in range(3):
         NodeBackend.objects.update(digest=f"sha256:{number}")
-        for size in range(MOST_READINGS + 2):
+        for size in range(MAX_READINGS + 2):
             row, engine = served(device)
             assert load_info.store_report(
                 row.pk, dataclasses.replace(engine, vram=GIB + size), now=device.now

@@ -239,7 +239,7 @@ async def test_a_file_above_the_largest_body_goes_in_several_parts(
     tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a pause between them, also on from a cut."""
-    monkeypatch.setattr(transfer, "LARGEST_PART", 1_500_000)
+    monkeypatch.setattr(transfer, "MAX_PART_BYTES", 1_500_000)
     async with site(tmp_path) as one:
         one.worker.faults = [Cut(1_000_000)]
         await one.sent()

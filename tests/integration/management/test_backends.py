@@ -298,7 +298,7 @@ def test_a_terminal_shows_twenty_lines_at_most_and_counts_the_rest() -> None:
     said = refused("install", "echo", screen=screen)
     assert "29 cancelled, 1 had already finished (by ann)" in said
     drawn = screen.getvalue().split("backend install of echo")[1]
-    assert drawn.count("node-") == following.MOST_LINES - 2
+    assert drawn.count("node-") == following.MAX_LINES - 2
 
 
 def begin_all() -> None:

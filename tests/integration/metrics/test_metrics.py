@@ -201,7 +201,7 @@ def test_single_nodes_and_gpus_in_one_query(
     hot.node("b", total_vram=24, gpus=[gpu], offline_at=heard, last_heartbeat=heard)
     hot.node("pending", approved_at=None)
     hot.node("z")
-    monkeypatch.setattr(scraping, "MOST_NODES", 2)
+    monkeypatch.setattr(scraping, "MAX_NODES", 2)
     with django_assert_num_queries(1):
         scraping.read_nodes(heard)
     reply = asked(SCRAPER, "/metrics/nodes")

@@ -122,10 +122,10 @@ def test_an_operation_that_kills_its_controllers_is_given_up() -> None:
     """I4: it ends with a reason instead of going round forever."""
     admit()
     at = NOW
-    for number in range(leases.MOST_LOST_LEASES + 1):
+    for number in range(leases.MAX_LOST_LEASES + 1):
         claim_one(now=at)
         at += timedelta(seconds=LEASE + 1)
-        assert attempts.reap(now=at) == ((1, 0) if number < leases.MOST_LOST_LEASES else (0, 1))
+        assert attempts.reap(now=at) == ((1, 0) if number < leases.MAX_LOST_LEASES else (0, 1))
     ended = Operation.objects.get()
     assert ended.status == Status.FAILED
     assert "controllers fell silent" in ended.error
@@ -152,7 +152,7 @@ def test_postponed_attempts_are_no_lost_leases() -> None:
     """I4: an operation that waited long for its worker is not given up at the first lost lease."""
     admit()
     at = NOW
-    for _ in range(leases.MOST_LOST_LEASES + 1):
+    for _ in range(leases.MAX_LOST_LEASES + 1):
         held = claim_one(now=at)
         at += timedelta(seconds=1)
         attempts.put_back(held.id, held.fence, Event.POSTPONE, now=at, until=at, reason="no worker")

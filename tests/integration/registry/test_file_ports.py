@@ -15,7 +15,7 @@ from nodes.decisions import fleet_cache
 from nodes.models import BackendNode
 from nodes.placement import choose
 from nodes.registry import file_port, lifecycle
-from nodes.registry.file_port import FIRST_PAUSE, LONGEST_PAUSE, FilePorts, record_check, record_failure
+from nodes.registry.file_port import FIRST_PAUSE, MAX_PAUSE, FilePorts, record_check, record_failure
 from operations.executor.work import in_thread
 from tests.support import api, hot
 from tests.support.file_server import file_server
@@ -79,7 +79,7 @@ def test_each_failure_doubles_the_pause_and_is_seen_by_placement() -> None:
         pauses.append((due_at - now).total_seconds())
         now = due_at
     assert pauses[:4] == [FIRST_PAUSE * 2**times for times in range(4)]
-    assert pauses[-1] == LONGEST_PAUSE
+    assert pauses[-1] == MAX_PAUSE
     assert stored(node).file_port_failed_at == began
     (candidate,) = fleet_cache.read_fleet("echo")
     assert choose.find_refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT

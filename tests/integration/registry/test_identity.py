@@ -11,7 +11,7 @@ from localai_cluster.accounts.principals import classify_credential, hash_secret
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, BusCredential, NodeConflict, RevokedSecret
 from nodes.registry import claims, lifecycle
-from nodes.registry.claims import MOST_CONFLICTS, MOST_INSTANCES
+from nodes.registry.claims import MAX_CONFLICTS, MAX_INSTANCES
 from tests.support.fleet import (
     ANNA,
     NOW,
@@ -99,9 +99,9 @@ def test_a_claim_that_comes_again_is_counted() -> None:
 def test_a_flood_of_claims_fills_nothing() -> None:
     """At most 32 open conflicts a node; the rest is counted on the last. Decided ones make room."""
     node = approved()
-    for number in range(MOST_CONFLICTS + 3):
+    for number in range(MAX_CONFLICTS + 3):
         refused(secret=f"{number:064x}", now=later(number))
-    assert NodeConflict.objects.count() == MOST_CONFLICTS
+    assert NodeConflict.objects.count() == MAX_CONFLICTS
     assert NodeConflict.objects.latest("last_at").count == 4
     refuse(NodeConflict.objects.earliest("first_at"))
     assert refused(secret=THIRD_SECRET, now=later(99)).claim == hash_secret(THIRD_SECRET)
@@ -231,11 +231,11 @@ def test_a_process_that_registers_again_is_no_restart() -> None:
 
 def test_former_processes_are_remembered_up_to_a_limit() -> None:
     node = approved(instance=ONE)
-    for number in range(MOST_INSTANCES + 4):
+    for number in range(MAX_INSTANCES + 4):
         register(instance=f"{number:032x}", now=later(number + 1))
     stored = row(node)
-    assert len(stored.former_instances) == MOST_INSTANCES
-    assert stored.former_instances[0] == f"{MOST_INSTANCES + 2:032x}"
+    assert len(stored.former_instances) == MAX_INSTANCES
+    assert stored.former_instances[0] == f"{MAX_INSTANCES + 2:032x}"
 
 
 def test_a_call_of_a_node_that_is_gone_is_no_conflict() -> None:

@@ -262,7 +262,7 @@ async def test_a_refusal_is_cut_and_made_readable(bus: PlayedBus) -> None:
     said = "died\n\x1b[2J\u202e" + "x" * 500_000 + "\nKeyError: 'y'"
     bus.replies |= {LIST: HERE, INSTALL: m.InstallReply(error=said)}
     reason = (await install(bus)).reason
-    assert len(reason) <= names.LONGEST_TEXT + 3
+    assert len(reason) <= names.MAX_TEXT_LENGTH + 3
     assert (reason[:8], reason[-14:]) == ("died\n [2", "\nKeyError: 'y'")
     assert not {"\x1b", "\u202e"} & set(reason)
 

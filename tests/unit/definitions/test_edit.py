@@ -144,7 +144,7 @@ def test_a_long_text_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library that keeps comments would need seconds for it."""
     monkeypatch.setattr(edit, "YAML", lambda: pytest.fail("the library was used"))
     text = TEXT + "x:\n" + "  - a  # b\n" * 10_000
-    assert len(text) > edit.LONGEST_EDITED
+    assert len(text) > edit.MAX_EDITED_LENGTH
     edited = edit.apply_changes(text, {"context_size": 5})
     assert load_document(edited.encode()) == load_document(text.encode()) | {"context_size": 5}
 

@@ -181,7 +181,7 @@ def test_impossible_figures_are_none(written: Path) -> None:
 
 
 def test_the_lists_of_a_header_are_kept_up_to_a_limit(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "MOST_FIGURES", 5)
+    monkeypatch.setattr(headers, "MAX_FIGURES", 5)
     lists = [pair(f"a.{name}", LIST, list_of(U8, 3, b"123")) for name in "bc"]
     written.write_bytes(made_of(*lists))
     assert header(written).figures == {"a.b": (49, 50, 51), "a.c": 3}
@@ -334,7 +334,7 @@ def test_shards_and_variants(tmp_path: Path) -> None:
 def test_only_so_many_files_of_a_folder_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         put(tmp_path, f"many/{number}.bin", 10)
-    monkeypatch.setattr(sizes, "MOST_FILES", 3)
+    monkeypatch.setattr(sizes, "MAX_FILES", 3)
     assert measure(tmp_path, defined("many")).weights == 30
 
 

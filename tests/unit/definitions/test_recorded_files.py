@@ -11,7 +11,7 @@ import pytest
 from nodes.definitions.files import Definition, parse_file
 from nodes.definitions.headers import Header, parse_figures
 from nodes.definitions.recorded_files import (
-    MOST_HEADER_BYTES,
+    MAX_HEADER_BYTES,
     RecordedFile,
     files_at_source,
     parse_entries,
@@ -43,7 +43,7 @@ def test_a_record_survives_its_row() -> None:
 
 def test_a_header_that_is_too_large_for_a_row_is_left_out() -> None:
     """The size alone counts then; a hostile file decides how many figures it has."""
-    header = Header("x", {f"key{number}": 1 for number in range(MOST_HEADER_BYTES // 8)})
+    header = Header("x", {f"key{number}": 1 for number in range(MAX_HEADER_BYTES // 8)})
     assert "header" not in recorded("m.gguf", header=header).as_entry()
 
 

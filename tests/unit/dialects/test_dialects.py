@@ -22,7 +22,7 @@ from nodes.dialects.audio import SpeechBody
 from nodes.dialects.images import ImagesBody
 from nodes.dialects.ollama import GenerateBody, OllamaChatBody, OllamaOptions
 from nodes.dialects.openai import ChatBody, CompletionBody
-from nodes.dialects.openai_messages import MOST_MESSAGES
+from nodes.dialects.openai_messages import MAX_MESSAGES
 from nodes.dialects.responses import ResponsesBody
 from nodes.dialects.retrieval import EmbedBody, OlderEmbedBody
 from nodes.gateway.generate import ReplyReader, rename_field, sampling_options, with_prompt
@@ -38,7 +38,7 @@ from nodes.gateway.generation import (
     merge_deltas,
     total_usage,
 )
-from nodes.gateway.schemas import MOST_GRAMMAR
+from nodes.gateway.schemas import MAX_GRAMMAR
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
@@ -77,7 +77,7 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
-        ({"messages": [USER] * (MOST_MESSAGES + 1)}, "messages"),
+        ({"messages": [USER] * (MAX_MESSAGES + 1)}, "messages"),
         ({"messages": [USER] * 10_000}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
@@ -261,7 +261,7 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
 @pytest.mark.parametrize("sign", ["[", '"', '\\"', "#", "\\", "()"])
 def test_a_grammar_of_one_sign_is_looked_at_once(sign: str) -> None:
     """As large as one may be: a look that began again at each sign would run into the test's time limit."""
-    openai.parse_chat(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
+    openai.parse_chat(CHAT | {"grammar": sign * (MAX_GRAMMAR // len(sign))})
 
 
 @pytest.mark.parametrize("where", ["request", "definition"])

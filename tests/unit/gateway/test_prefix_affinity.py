@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodes.gateway.prefix_table import HALF_LIFE, MOST_OWNERS, Chain, Match, PrefixTables, Slot, prompt_chain
+from nodes.gateway.prefix_table import HALF_LIFE, MAX_OWNERS, Chain, Match, PrefixTables, Slot, prompt_chain
 from tests.support.effort import EFFORT
 
 NODES = [UUID(int=number) for number in range(1, 4)]
@@ -210,11 +210,11 @@ def test_it_is_bounded() -> None:
     assert ours.match("small", path("small", "abc"), 20) == Match(B, 3)
     assert ours.match("large", path("large", "199xyz"), 20) == Match(A, 6)
     assert ours.match("large", path("large", "100xyz"), 20) == Match(A, 1), "later ones share that"
-    many = PrefixTables(TTL, most=3 * MOST_OWNERS)
-    for number in range(MOST_OWNERS + 5):
+    many = PrefixTables(TTL, most=3 * MAX_OWNERS)
+    for number in range(MAX_OWNERS + 5):
         many.observe("m", (number,), (UUID(int=number), 0), 0)
-    assert len(many.weights("m", 0)) == MOST_OWNERS
-    assert many.match("m", (MOST_OWNERS + 1,), 0) is None
+    assert len(many.weights("m", 0)) == MAX_OWNERS
+    assert many.match("m", (MAX_OWNERS + 1,), 0) is None
 
 
 def test_chains_that_no_prompt_has_stay_within_the_limit() -> None:

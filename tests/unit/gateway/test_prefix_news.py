@@ -204,9 +204,9 @@ def test_a_lost_bus_costs_only_the_news() -> None:
         bus = Lost()
         bus.connected, telling = False, Outbox(bus)
         sending = asyncio.create_task(telling.run())
-        for index in range(prefix_updates.MOST_WAITING + 5):
+        for index in range(prefix_updates.MAX_WAITING + 5):
             telling.queue(PrefixInvalidated("m", NODE, index))
-        assert len(telling._waiting) == prefix_updates.MOST_WAITING
+        assert len(telling._waiting) == prefix_updates.MAX_WAITING
         assert await clock.wait_until(lambda: _is(not telling._waiting), timeout=10, every=0.001)
         bus.connected = True
         telling.queue(PrefixInvalidated("m", NODE, 1))

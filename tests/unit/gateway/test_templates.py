@@ -112,7 +112,7 @@ def test_a_process_that_does_not_answer_is_given_up(
     """Review X9: a stopped process uses no processor time."""
     assert made("{{ 1 }}") == "1"
     started[0]._child.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(templates, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(templates, "MAX_WAIT", 0.1)
     with pytest.raises(templates.TemplateUnusable, match="did not answer"):
         made("{{ 1 }}")
     monkeypatch.undo()

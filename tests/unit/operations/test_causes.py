@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from operations.causes import LONGEST_CAUSE, UNKNOWN_CAUSE, cause_of
+from operations.causes import MAX_CAUSE_LENGTH, UNKNOWN_CAUSE, cause_of
 
 words = st.text(string.ascii_lowercase, min_size=1, max_size=8)
 names = st.from_regex(r"[a-z]{1,6}-?[0-9]{1,4}", fullmatch=True)
@@ -56,7 +56,7 @@ def test_what_must_not_be_read_has_no_short_name_either() -> None:
 @example("a:" * 300, ["a"])
 def test_every_text_has_a_cause_of_one_bounded_line(error: str, known: list[str]) -> None:
     cause = cause_of(error, known)
-    assert 0 < len(cause) <= LONGEST_CAUSE
+    assert 0 < len(cause) <= MAX_CAUSE_LENGTH
     assert cause == " ".join(cause.split())
 
 

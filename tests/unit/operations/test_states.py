@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.backends.intents import MOST_ATTEMPTS, retry_delay
+from nodes.backends.intents import MAX_ATTEMPTS, retry_delay
 from operations import targets
 from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status, TargetStatus
 from operations.targets import state_of
@@ -30,7 +30,7 @@ def parts(draw: st.DrawFn) -> OperationTarget:
         percentage=draw(st.floats(0, 100)),
         error="no room" if status == TargetStatus.ERROR else "",
         reason=draw(st.sampled_from(["", "queued", "node one is offline"])),
-        attempts=draw(st.integers(0, MOST_ATTEMPTS)),
+        attempts=draw(st.integers(0, MAX_ATTEMPTS)),
         waits_for_node=draw(st.booleans()) if status == TargetStatus.QUEUED else False,
         next_check_at=None if ended else draw(st.none() | st.just(NOW) | st.just(NOW + timedelta(hours=1))),
     )
@@ -131,4 +131,4 @@ def test_a_pause_never_shrinks_and_never_outgrows_a_quarter_of_an_hour(failures:
 
 @pytest.mark.rule("A8", "C11", "R4.30")
 def test_ten_failures_take_more_than_an_hour() -> None:
-    assert sum(retry_delay(failures) for failures in range(1, MOST_ATTEMPTS)) > 3600
+    assert sum(retry_delay(failures) for failures in range(1, MAX_ATTEMPTS)) > 3600

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nodes.placement import explain, load_decision
 from nodes.placement.choose import ANY_NODE, NO_NEED, Candidate, Need, Rank, Reason, Selector
-from nodes.placement.explain import MOST_BYTES, OTHER_COLUMNS_BYTES, FleetView
+from nodes.placement.explain import MAX_BYTES, OTHER_COLUMNS_BYTES, FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.placement.load_times import NodeBackoff
 from tests.unit.placement.test_choose import GIB, fleets, needs, selectors, view
@@ -81,7 +81,7 @@ def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
     for selector in (Selector("m" * 255, labels), Selector("m" * 255, frozenset({("no", "no")}))):
         told = explained(FleetView(full, Need(vram=2**62), selector))
         stored = orjson.dumps([told.sentence, told.facts])
-        assert len(stored) <= MOST_BYTES - OTHER_COLUMNS_BYTES
+        assert len(stored) <= MAX_BYTES - OTHER_COLUMNS_BYTES
 
 
 @pytest.mark.rule("R1.70", "R1.71", "R1.72")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, parse_definition
-from nodes.definitions.headers import LARGEST_FIGURE, Header, Tensor, parse_config, read_header
+from nodes.definitions.headers import MAX_FIGURE, Header, Tensor, parse_config, read_header
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load_request
 from nodes.placement import architectures, fit
@@ -242,7 +242,7 @@ FIGURES = [
 @given(
     st.dictionaries(
         st.sampled_from(FIGURES),
-        st.integers(0, LARGEST_FIGURE) | st.lists(st.integers(0, LARGEST_FIGURE), max_size=3).map(tuple),
+        st.integers(0, MAX_FIGURE) | st.lists(st.integers(0, MAX_FIGURE), max_size=3).map(tuple),
     ),
     st.sampled_from(("llama", "gemma3", "gemma3n", "mamba", "nemotron_h", "qwen3next", "falcon-h1", "")),
     st.integers(1, 40),
@@ -407,7 +407,7 @@ _SIZES = st.integers(0, 2**40)
 
 @given(
     terms=st.dictionaries(st.sampled_from(["weights", "context", "buffers", "backend"]), _SIZES),
-    readings=st.lists(st.tuples(_SIZES, st.booleans()), max_size=fit.MOST_READINGS),
+    readings=st.lists(st.tuples(_SIZES, st.booleans()), max_size=fit.MAX_READINGS),
 )
 def test_what_is_learned_is_the_largest_reading_that_is_near_the_estimate(
     terms: dict[str, int], readings: list[tuple[int, bool]]

@@ -72,7 +72,7 @@ def as_seen(node: Candidate, question: dict[str, Any], own: ModelFacts) -> Candi
     return replace(node, labels=labels, used_indices=taken, conflicts=conflicts)
 
 
-@pytest.mark.parametrize("rows", [ranking.MOST_ROWS, 1])
+@pytest.mark.parametrize("rows", [ranking.MAX_ROWS, 1])
 @settings(max_examples=150 * EFFORT)
 @given(played=steps, last=st.tuples(questions, owns), chance=st.randoms(use_true_random=False))
 def test_it_answers_as_the_plain_choice(
@@ -80,7 +80,7 @@ def test_it_answers_as_the_plain_choice(
 ) -> None:
     """Nodes come, change and go between questions; neither that nor the order of rows makes a difference."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranking, "MOST_ROWS", rows)
+        patch.setattr(ranking, "MAX_ROWS", rows)
         fleet, there = RankedFleet(), dict[UUID, Candidate]()
         for step in [*played, last]:
             if isinstance(step, Candidate):

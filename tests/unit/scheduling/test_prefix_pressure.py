@@ -4,9 +4,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from localai_cluster.kit.settings_table import MOST_PRESSURE
+from localai_cluster.kit.settings_table import MAX_PRESSURE
 from nodes.gateway.prefix_routing import Pressure
-from nodes.scheduling.pressure import MOST_AHEAD, WINDOW, count_pressure
+from nodes.scheduling.pressure import MAX_AHEAD, WINDOW, count_pressure
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 TICK = timedelta(microseconds=1)
@@ -42,7 +42,7 @@ def test_it_is_bounded() -> None:
     assert len(pressure._times["sparse"]) == 1
     for _ in range(500):
         pressure.record("busy", NOW)
-    assert len(pressure.recent_times("busy", NOW)) == MOST_PRESSURE
+    assert len(pressure.recent_times("busy", NOW)) == MAX_PRESSURE
 
 
 @pytest.mark.rule("R3.19", "T-PFX-40", "T-PFX-43", "T-PFX-45", "T-PFX-46")
@@ -51,10 +51,10 @@ def test_what_the_rows_come_to() -> None:
     that is a little ahead does not hide it, one that is far ahead makes nothing count for longer."""
     rows = [
         ("m", [seconds(-61).isoformat(), seconds(-60).isoformat(), seconds(-1).isoformat()]),
-        ("m", [seconds(-20).isoformat(), (NOW + MOST_AHEAD).isoformat(), seconds(3600).isoformat()]),
+        ("m", [seconds(-20).isoformat(), (NOW + MAX_AHEAD).isoformat(), seconds(3600).isoformat()]),
         ("n", [seconds(-20).isoformat()]),
         ("old", [seconds(-90).isoformat()]),
     ]
     assert count_pressure(rows, {}, NOW) == {"m": 4, "n": 1}
     assert count_pressure(rows, {"m": seconds(-20)}, NOW) == {"m": 2, "n": 1}
-    assert count_pressure(rows, {"m": seconds(-20), "n": None}, NOW + MOST_AHEAD) == {"m": 2, "n": 1}
+    assert count_pressure(rows, {"m": seconds(-20), "n": None}, NOW + MAX_AHEAD) == {"m": 2, "n": 1}

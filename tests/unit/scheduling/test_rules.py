@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit import errors
 from localai_cluster.kit.env import Environment
 from nodes.scheduling import rules
-from nodes.scheduling.rules import MOST_REPLICAS, Rule, check_rule
+from nodes.scheduling.rules import MAX_REPLICAS, Rule, check_rule
 
 INLINE, FILE = rules.INLINE_SETTING, rules.FILE_SETTING
 
@@ -51,7 +51,7 @@ def test_a_rule_is_refused_naming_a_field_or_means_what_it_says(rule: Rule) -> N
     assert rule.model_name == rule.model_name.strip() != ""
     assert len(rule.model_name) <= 255
     assert all(isinstance(value, str) for value in rule.node_selector.values())
-    assert 0 <= rule.min_replicas <= (rule.max_replicas or MOST_REPLICAS) <= MOST_REPLICAS
+    assert 0 <= rule.min_replicas <= (rule.max_replicas or MAX_REPLICAS) <= MAX_REPLICAS
     assert not rule.spread_all or (rule.min_replicas, rule.max_replicas) == (0, 0)
     assert rule.route_policy in (None, "", "round_robin", "prefix_cache")
     assert (rule.balance_abs_threshold or 0) >= 0

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nodes.sources import variants
 from nodes.sources.variants import (
-    MOST_VARIANTS,
+    MAX_VARIANTS,
     RepositoryFile,
     Variant,
     quantization_of,
@@ -114,7 +114,7 @@ _NAMES = st.text(st.sampled_from("aQ4_K-.0123of/"), min_size=1, max_size=40).map
 def test_any_names_make_variants_of_the_files_that_are_there(paths: list[str]) -> None:
     repository = listed(*dict.fromkeys(paths))
     found = variants_of(repository)
-    assert len(set(ids(found))) == len(found) <= MOST_VARIANTS
+    assert len(set(ids(found))) == len(found) <= MAX_VARIANTS
     assert all(set(variant.files) <= set(repository) and variant.files for variant in found)
 
 
@@ -136,7 +136,7 @@ def test_each_projector_is_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [f"{number % 2}/m{number}-Q4_0.gguf" for number in range(500)]
     projectors = [f"{number % 3}/mmproj-{number}-Q8_0.gguf" for number in range(500)]
     found = variants_of(listed(*weights, *projectors))
-    assert len(names) <= len(projectors) + MOST_VARIANTS
+    assert len(names) <= len(projectors) + MAX_VARIANTS
     assert {variant.projector.partition("/")[0] == variant.main.partition("/")[0] for variant in found} == {
         True
     }

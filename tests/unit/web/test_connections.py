@@ -13,12 +13,12 @@ from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import (
     BODY_SECONDS,
     HEAD_SECONDS,
-    LARGEST_HEAD,
+    MAX_HEAD_BYTES,
     BoundedHead,
     WatchingSocket,
 )
 
-PIECE = b"a" * (LARGEST_HEAD // 2)
+PIECE = b"a" * (MAX_HEAD_BYTES // 2)
 
 
 class _Wire(asyncio.Transport):

@@ -409,7 +409,7 @@ async def test_an_archive_that_is_too_long_is_refused(
 ) -> None:
     site.files["/one.tar"] = tar(entry("data", bytes(500_000)))
     site.with_length = known
-    monkeypatch.setattr(download, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(download, "MAX_BYTES", 100_000)
     with pytest.raises(ClusterError, match="100000"):
         await install(store, site)
 
@@ -666,10 +666,10 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(bomb) < 10_000
     header = tar(entry("x", pax_headers={"comment": "c" * 2_000_000}))
     for name, limit, data in (
-        ("MOST_BYTES", 1_000_000, bomb),
-        ("MOST_ENTRIES", 2, tar(entry("a"), entry("b"))),
-        ("MOST_ENTRIES", 9, header),
-        ("MOST_ENTRIES", 9, gzip.compress(header)),
+        ("MAX_BYTES", 1_000_000, bomb),
+        ("MAX_ENTRIES", 2, tar(entry("a"), entry("b"))),
+        ("MAX_ENTRIES", 9, header),
+        ("MAX_ENTRIES", 9, gzip.compress(header)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(archives, name, limit)
@@ -699,7 +699,7 @@ def test_headers_that_fill_the_memory_are_refused(tmp_path: Path) -> None:
     head[148:156] = b" " * 8
     head[148:156] = b"%06o\0 " % sum(head)
     block = b"".join(b"%011o\0" % number for number in range(42)) + b"\1" + bytes(7)
-    count = 3 * archives.LONGEST_HEADER // len(block)
+    count = 3 * archives.MAX_HEADER_LENGTH // len(block)
     with pytest.raises(BadSource, match="headers of an entry"):
         opened(gzip.compress(bytes(head) + block * count), tmp_path)
     with pytest.raises(BadSource, match="cannot be read"):
@@ -762,4 +762,4 @@ def test_an_archive_is_not_opened_through_a_link_and_not_waited_for(tmp_path: Pa
 
 
 def test_the_limit_of_a_piece_is_what_tarfile_may_ask_for() -> None:
-    assert archives.LONGEST_HEADER >= source_files.CHUNK
+    assert archives.MAX_HEADER_LENGTH >= source_files.CHUNK

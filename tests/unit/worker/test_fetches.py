@@ -17,7 +17,7 @@ from localai_cluster.worker import download
 from localai_cluster.worker.backend_store import PARTIAL_PREFIX
 from localai_cluster.worker.config import build
 from localai_cluster.worker.files import disk
-from localai_cluster.worker.files.fetches import LONGEST_REQUEST, outbound_of
+from localai_cluster.worker.files.fetches import MAX_REQUEST_LENGTH, outbound_of
 from tests.support.file_client import BEARER, PATIENCE, Files, Got, answered, on_disk, sha256
 from tests.support.sources import Refusal, Source, started
 from tests.support.worker_http import Served, fetches, worker
@@ -260,7 +260,7 @@ def test_credential_key_and_body_are_checked_in_this_order(served: Served, files
         assert files.ask(method, path, BEARER | {"Content-Length": "0"}).status == 405
     for body in (b"", b"[]", b"{", b'{"url": "http://h/"}', b"\xff", b"[" * 10_000):
         assert post(files, body).status == 400, body[:10]
-    assert post(files, b" " * (LONGEST_REQUEST + 1)).status == 413
+    assert post(files, b" " * (MAX_REQUEST_LENGTH + 1)).status == 413
     with files.connect() as link:
         files.send_head(link, "POST", path, BEARER | {"Transfer-Encoding": "chunked"})
         link.sendall(b"0\r\n\r\n")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import connections
 from localai_cluster.worker.exchange import Refusal
-from localai_cluster.worker.files.keys import LONGEST_NAME, Folders, decode_key, resolve_key
+from localai_cluster.worker.files.keys import MAX_NAME_LENGTH, Folders, decode_key, resolve_key
 from tests.support.file_client import BEARER, Files
 from tests.support.worker_http import Served, worker
 
@@ -105,7 +105,7 @@ ESCAPES = (
     "%2e%2e",
     "",
     "/",
-    "models/" + "n" * (LONGEST_NAME + 1),
+    "models/" + "n" * (MAX_NAME_LENGTH + 1),
     "models/" + "ü" * 200,
     "models/" + "d/" * 2500 + "f",
 )

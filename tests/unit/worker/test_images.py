@@ -699,11 +699,11 @@ def test_bombs_of_all_layers_together_are_refused(tmp_path: Path, monkeypatch: p
     """By size, by entries, by folders that only paths name; nothing is written."""
     deep = "/".join("d" * 1 for _ in range(500))
     for name, limit, layers in (
-        ("MOST_BYTES", 1_000_000, [zstandard.compress(layer(entry(f"x{n}", bytes(600_000)))) for n in "ab"]),
-        ("MOST_ENTRIES", 3, [layer(entry("a"), entry("b")), layer(entry("c"), entry("d"))]),
-        ("MOST_ENTRIES", 400, [layer(entry(deep))]),
+        ("MAX_BYTES", 1_000_000, [zstandard.compress(layer(entry(f"x{n}", bytes(600_000)))) for n in "ab"]),
+        ("MAX_ENTRIES", 3, [layer(entry("a"), entry("b")), layer(entry("c"), entry("d"))]),
+        ("MAX_ENTRIES", 400, [layer(entry(deep))]),
         (
-            "MOST_ENTRIES",
+            "MAX_ENTRIES",
             30,
             [layer(*(entry(f"l{n}", type=LINK, linkname=f"l{n + 1}") for n in range(20)), entry("l0/x"))],
         ),
