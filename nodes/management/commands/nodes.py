@@ -153,10 +153,7 @@ def _format_value(name: str, value: Any) -> str:
 
 
 def _events_text(events: Sequence[NodeEvent]) -> str:
-    rows = [
-        (format_time(event.at), event.kind, _status_change(event), event.actor, event.cause)
-        for event in events
-    ]
+    rows = [(format_time(row.at), row.kind, _status_change(row), row.actor, row.cause) for row in events]
     return format_table(("TIME", "EVENT", "STATUS", "ACTOR", "REASON"), rows)
 
 
@@ -447,10 +444,7 @@ def _parse_lifetime(text: str) -> int:
 
 
 def make_join_token(options: Options) -> str:
-    """Create a join token.
-
-    Return the command line for the machine, which contains the token and is shown only once.
-    """
+    """Create a join token. Return the machine's command line with the token, which is shown only once."""
     url = options["url"] or conf.cluster().public_url
     if not url:
         raise CommandError("the server's URL is unknown: set CLUSTER_PUBLIC_URL, or give --url")
