@@ -136,8 +136,7 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-_MAX_BYTES = 64 * 1024
-"""Maximum bytes of a response that are read."""
+_MAX_BYTES = 64 * 1024  # of a response that are read
 MAX_UNANSWERED = 3
 """Consecutive unanswered requests after which the port counts as unreachable."""
 MAX_PART_BYTES = 50 * 2**30

@@ -17,10 +17,10 @@ it("shows the first nodes at once and later ones at most twice a second", () => 
   const store = new LiveStore();
   const wrapper = ({ children }: { children: ReactNode }) => <LiveContext value={store}>{children}</LiveContext>;
   const { result } = renderHook(() => useThrottledNodes(), { wrapper });
-  act(() => void vi.advanceTimersByTime(1));
+  act(() => void vi.advanceTimersByTime(20));
   expect(result.current.size).toBe(0);
   act(() => void show(store, node("n1")));
-  act(() => void vi.advanceTimersByTime(1));
+  act(() => void vi.advanceTimersByTime(20));
   expect([...result.current.keys()]).toEqual(["n1"]);
   act(() => void show(store, node("n1"), node("n2")));
   act(() => void vi.advanceTimersByTime(400));

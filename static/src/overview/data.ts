@@ -1,6 +1,6 @@
 // What the overview reads: the cluster at a glance and its figures over time. Both are read again with the feed's signs
 // of life, at most once in their own interval.
-import { keepPreviousData, queryOptions, usePrefetchQuery, useQuery, type UseQueryResult } from "@tanstack/react-query";
+import { keepPreviousData, useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
 import { useLive } from "../live/hooks";
@@ -34,26 +34,15 @@ export function zoomRange(from: number, to: number, now: number): Range {
   return to >= now ? { last: Math.min(to - from, YEAR_S) } : { from: Math.max(from, now - YEAR_S), to };
 }
 
-type Scope = Figures["scope"];
-
-function figuresQuery(scope: Scope, name: string, range: Range, skew: number) {
-  return queryOptions({
+export function useFigures(scope: "cluster" | "node" | "model", name: string, range: Range): UseQueryResult<Figures> {
+  const skew = useLive((state) => state.skew);
+  const query = useQuery({
     // A browser whose clock is wrong reads again when the feed has told how wrong.
     queryKey: ["figures", scope, name, range, needsClock(range) ? Math.round(skew / MINUTE_MS) : 0],
     queryFn: ({ signal }) =>
       call(client.GET("/api/figures", { params: { query: { scope, ...(name === "" ? {} : { name }), ...timesOf(range, skew) } }, signal })),
+    placeholderData: keepPreviousData,
   });
-}
-
-/** Requests figures that are shown later: they do not wait for what is shown before them. */
-export function useFiguresAhead(scope: Scope, name: string, range: Range): void {
-  const skew = useLive((state) => state.skew);
-  usePrefetchQuery(figuresQuery(scope, name, range, skew));
-}
-
-export function useFigures(scope: Scope, name: string, range: Range): UseQueryResult<Figures> {
-  const skew = useLive((state) => state.skew);
-  const query = useQuery({ ...figuresQuery(scope, name, range, skew), placeholderData: keepPreviousData });
   return useRefreshed(query, "last" in range ? 1000 * Math.max(query.data?.step ?? 0, LEAST_STEP_S) : Infinity);
 }
 

@@ -6,7 +6,7 @@ import { KINDS } from "../nodes/detail/events";
 import { Fetched, Panel } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
 import { Chart, ChartPlaceholder, type ChartEvent, type ChartProps } from "../ui/chart";
-import { serverSeconds, useFigures, useFiguresAhead, zoomRange, type Figures, type Range } from "./data";
+import { serverSeconds, useFigures, zoomRange, type Figures, type Range } from "./data";
 
 const RANGES = { hour: 3600, day: 86400, week: 604800 } as const;
 type RangeName = keyof typeof RANGES;
@@ -54,12 +54,6 @@ export function OverTime({ scope, name: subject, draw, expected }: OverTimeProps
       </Fetched>
     </Panel>
   );
-}
-
-/** Requests what the charts of the cluster will show, before they are drawn. */
-export function useChartsAhead(): void {
-  const [name] = useInAddress(readRange, writeRange);
-  useFiguresAhead("cluster", "", { last: RANGES[name] });
 }
 
 interface ChoicesProps {

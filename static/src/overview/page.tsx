@@ -12,13 +12,11 @@ import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import { Charts } from "./charts";
 import { useOverview, type Overview } from "./data";
-import { useChartsAhead } from "./over-time";
 import "../nodes/detail/detail.css";
 import "./overview.css";
 
 export function OverviewPage(): ReactNode {
   const query = useOverview();
-  useChartsAhead();
   return (
     <div className="ov">
       <PageHead title="Overview" />
