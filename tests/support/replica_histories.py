@@ -537,7 +537,7 @@ def played(world: World) -> Iterator[None]:
         (staging, "_send_in_time"): _send_files,
         (commands, "asyncio"): _Asyncio(),
         (commands.Worker, "_watch"): _no_watch,
-        (shared_commands, "joined"): _not_joined,
+        (shared_commands, "join_or_send"): _not_joined,
         (clock, "now"): world.now,
         (clock, "monotonic"): world.monotonic,
         (failpoints, "armed"): lambda: True,
