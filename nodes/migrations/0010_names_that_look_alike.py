@@ -19,7 +19,7 @@ def look_again(apps: Any, schema_editor: Any) -> None:
     changed = []
     for node in foreign:
         key = names.key(node.name)
-        wanted = key if key not in taken and len(key) <= names.LONGEST_NAME else f"{key[:200]}#{node.id}"
+        wanted = key if key not in taken and len(key) <= names.MAX_NAME_LENGTH else f"{key[:200]}#{node.id}"
         taken.add(wanted)
         if wanted != node.name_key:
             node.name_key = wanted

@@ -56,7 +56,7 @@ class Counter:
     def __init__(self) -> None:
         self.statements = 0
         pool = database_pool.shared()
-        for name in ("rows", "run", "run_in_transaction"):
+        for name in ("fetch_rows", "run", "run_in_transaction"):
             setattr(pool, name, self._counting(getattr(pool, name)))
 
     def _counting(self, inner: Any) -> Any:
@@ -349,7 +349,7 @@ def test_a_response_that_cannot_be_stored_is_not_lost(
         # The picker uses the same pool when it stops.
         with monkeypatch.context() as patched:
             patched.setattr(database_pool.shared(), "run_in_transaction", unreachable)
-            patched.setattr(database_pool.shared(), "rows", unreachable)
+            patched.setattr(database_pool.shared(), "fetch_rows", unreachable)
             if stream:
                 streamed = await finished(ASK | {"stream": True}, URL)
                 last = json.loads(streamed.taken.decode().strip().rpartition("data: ")[2])
