@@ -136,18 +136,17 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-_MAX_BYTES = 64 * 1024  # of a response that are read
+_MAX_RESPONSE_BYTES = 64 * 1024
 MAX_UNANSWERED = 3
 """Consecutive unanswered requests after which the port counts as unreachable."""
 MAX_PART_BYTES = 50 * 2**30
 """Maximum bytes of one PUT; a worker refuses larger bodies (worker.md §12.3)."""
-_TRANSIENT = {
+_TRANSIENT_STATUSES = {
     308: "its worker has only a part of the file",
     408: "its worker did not get the bytes in time",
     416: "its worker has another part of the file",
     503: "its worker is busy or shutting down",
 }
-"""Transient HTTP statuses and their meaning."""
 _HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Size", "X-Local-Path"
 _TOKEN_REFUSALS = (401, 403)
 _INSUFFICIENT_STORAGE = 507
@@ -392,11 +391,11 @@ class Transfer:
                 continue
             if response.status == 200 and (path := response.path):
                 break
-            if response.status not in _TRANSIENT:
+            if response.status not in _TRANSIENT_STATUSES:
                 raise FileRefused(self.file.relative, response.status, self._without_token(response.body))
             refused_offset = offset if response.status == 416 and ranged else None
             if response.status != 308 or not before < self._furthest < self.file.size:
-                await self._pause(f"{_TRANSIENT[response.status]} ({response.status})")
+                await self._pause(f"{_TRANSIENT_STATUSES[response.status]} ({response.status})")
         self._meter.finish_file(self.file.relative)
         return path
 
@@ -496,6 +495,6 @@ async def _text(response: httpx.Response) -> str:
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
-        if len(body) >= _MAX_BYTES:
+        if len(body) >= _MAX_RESPONSE_BYTES:
             break
-    return bytes(body[:_MAX_BYTES]).decode("utf-8", "replace")
+    return bytes(body[:_MAX_RESPONSE_BYTES]).decode("utf-8", "replace")

@@ -185,7 +185,7 @@ class _ActiveOperations:
     def __init__(self, operations: OperationQuerySet) -> None:
         self._by_key: dict[str, Operation] = {}
         self._by_element: dict[str, list[Operation]] = defaultdict(list)
-        for operation in operations.active().order_by("created_at"):
+        for operation in operations.active():
             self._add(operation)
 
     def join(self, request: OperationRequest) -> Outcome | None:
@@ -202,9 +202,9 @@ class _ActiveOperations:
         if joined is not None:
             return joined
         sharing = list(self._sharing(request))
-        for operation in sharing:
-            if operation.kind != request.kind:
-                return exclusion_error(operation)
+        others = [operation for operation in sharing if operation.kind != request.kind]
+        if others:
+            return exclusion_error(min(others, key=lambda operation: (operation.created_at, operation.key)))
         if not request.joins:
             keys = {operation.key for operation in sharing}
             shares = (f"{owner_of(request.key)}{SUFFIX_SEPARATOR}{number}" for number in count(1))

@@ -1,6 +1,5 @@
 """A list of requests is admitted as its requests are one after the other, at the cost of one."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -152,10 +151,7 @@ def played(
         columns = ("key", "kind", "element", "status", "payload", "actor", "needed_until", "dismissed_at")
         left = {
             "outcomes": [
-                (name(it.operation.id), it.created)
-                if isinstance(it, Admission)
-                # Of several operations that exclude a request, which begin at one time, any one is named.
-                else (type(it), re.sub(r"operation [^,]+", "operation", name(it)))
+                (name(it.operation.id), it.created) if isinstance(it, Admission) else (type(it), name(it))
                 for it in outcomes
             ],
             "operations": {
