@@ -259,6 +259,8 @@ async def listen_for_changes(parts: Parts) -> None:
 def _wake_operation(parts: Parts, payload: str) -> None:
     operation, _, status = payload.partition(" ")
     parts.wake_ups.notify(operation)
+    if status == Status.PROCESSING:
+        return  # its progress: nothing is due, and there are hundreds a second
     for executor in parts.executors.values():
         executor.wake(cancelled=status == Status.CANCELLED)
 

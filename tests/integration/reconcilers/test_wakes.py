@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -21,8 +23,9 @@ from nodes.placement.load_times import add_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
 from nodes.registry import labels as registry
 from operations.executor.work import WakeUps
-from operations.ledger import admission, attempts
+from operations.ledger import admission, attempts, progress
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Tick
 from operations.models import Event, Operation
 from tests.support import hot
 from tests.support import intents as wished
@@ -32,8 +35,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 ANNA = Actor(ActorKind.USER, "anna")
 
 
-def waiting(kind: str, element: str, node: BackendNode | None = None, event: Event = Event.WAIT) -> Operation:
-    """An operation that looks again in an hour."""
+def running(kind: str, element: str, node: BackendNode | None = None) -> Operation:
+    """An operation under a lease."""
     now = clock.now()
     request = admission.OperationRequest(
         kind,
@@ -44,10 +47,26 @@ def waiting(kind: str, element: str, node: BackendNode | None = None, event: Eve
     )
     admission.admit(request, now=now)
     (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
+    return operation
+
+
+def waiting(kind: str, element: str, node: BackendNode | None = None, event: Event = Event.WAIT) -> Operation:
+    """An operation that looks again in an hour."""
+    operation, now = running(kind, element, node), clock.now()
     attempts.put_back(
         operation.id, operation.fence, event, now=now, until=now + timedelta(hours=1), reason="it waits"
     )
     return operation
+
+
+def report(operation: Operation, percentage: float) -> None:
+    """Some progress of a running operation."""
+    attempt = (operation.id, operation.fence)
+    assert not progress.record({attempt: [Tick(percentage=percentage)]}, now=clock.now())
+
+
+def complete(operation: Operation) -> None:
+    attempts.finish(operation.id, operation.fence, Event.COMPLETE, now=clock.now())
 
 
 def is_due(operation: Operation) -> bool:
@@ -264,6 +283,32 @@ def counted_wakes(monkeypatch: pytest.MonkeyPatch) -> list[datetime]:
     return woken
 
 
+async def no_intent_waits() -> None:
+    """What follows a look at the changed nodes."""
+
+
+@asynccontextmanager
+async def listening_controller(executor: Listener, heard: wake_ups.NodeWakeUps) -> AsyncIterator[None]:
+    """The part of a controller that hears the database, connected; `heard` runs too."""
+    parts: dict[str, Any] = {field.name: Listener() for field in dataclasses.fields(controller.Parts)}
+    parts |= {"executors": {"operations": executor}, "wakes": heard, "wake_ups": WakeUps()}
+    tasks = [
+        asyncio.create_task(heard.run()),
+        asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),
+    ]
+
+    async def connected() -> bool:
+        return executor.hints > 0
+
+    try:
+        assert await clock.wait_until(connected, timeout=60)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -271,37 +316,13 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
     mine, other = await hot.in_thread(offline, "mine"), await hot.in_thread(offline, "other")
     operation = await hot.in_thread(waiting, load_request.KIND, "echo")
     woken = counted_wakes(monkeypatch)
-
-    async def then() -> None:
-        """No intent waits."""
-
-    executor, lists, heard, listening = Listener(), Listener(), wake_ups.NodeWakeUps(then), asyncio.Event()
-    hear = heard.changed
-
-    def told(node_id: str) -> None:
-        listening.set()
-        hear(node_id)
-
-    monkeypatch.setattr(heard, "changed", told)
-    quiet = ("file_ports", "scaler", "stopper", "engines", "probes", "revocations", "checker", "news")
-    parts: dict[str, Any] = {name: Listener() for name in quiet}
-    parts |= {
-        "executors": {"operations": executor},
-        "inventory": lists,
-        "wakes": heard,
-        "wake_ups": WakeUps(),
-    }
-    tasks = [
-        asyncio.create_task(heard.run()),
-        asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),
-    ]
+    executor, heard = Listener(), wake_ups.NodeWakeUps(no_intent_waits)
 
     async def due() -> bool:
         # What counts the wake comes after its commit.
         return bool(woken) and await hot.in_thread(is_due, operation)
 
-    try:
-        await asyncio.wait_for(listening.wait(), 60)
+    async with listening_controller(executor, heard):
         for number in range(30):
             for node in (other, mine):
                 await hot.in_thread(label, node, str(number))
@@ -311,7 +332,19 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
         assert await clock.wait_until(due, timeout=20)
         assert len(woken) == 1
         assert executor.hints <= 2, "once for the connection, once for the wake"
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_progress_wakes_no_executor() -> None:
+    """Each report of each operation made every controller claim twice: half a processor for two hundred."""
+    operation = await hot.in_thread(running, load_request.KIND, "echo")
+    executor, heard = Listener(), wake_ups.NodeWakeUps(no_intent_waits)
+    async with listening_controller(executor, heard):
+        for number in range(30):
+            await hot.in_thread(report, operation, number)
+        await hot.in_thread(complete, operation)
+
+        async def woken() -> bool:
+            return executor.hints > 1
+
+        assert await clock.wait_until(woken, timeout=20)
+        assert executor.hints == 2, "once for the connection, once for the end"

@@ -59,8 +59,7 @@ def main() -> int:
     while not stop.is_set() and (left := asked.seconds - (clock.monotonic() - began)) > 0:
         if turn % MOVES_A_SECOND == 0:
             nodes.beat(ids, turn // MOVES_A_SECOND, clock.now())
-        for lane in lanes[turn % MOVES_A_SECOND :: MOVES_A_SECOND]:
-            work.move(lane, random, clock.now())
+        work.move(lanes[turn % MOVES_A_SECOND :: MOVES_A_SECOND], random, clock.now())
         turn += 1
         stop.wait(min(left, max(0.0, began + turn / moves_a_second - clock.monotonic())))
     return 0

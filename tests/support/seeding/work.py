@@ -5,6 +5,7 @@ operation ends, the next one follows, and a failure is superseded. A controller 
 gets an operation, because an operation is admitted and claimed in the same transaction.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from random import Random
@@ -12,7 +13,7 @@ from uuid import UUID
 
 from django.db import transaction
 
-from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, Requester
 from operations.ledger.progress import Tick, record
@@ -101,29 +102,36 @@ def begin(lane: Lane, random: Random, now: datetime) -> None:
     lane.done, lane.ended = random.uniform(0, 0.5), []
 
 
-def move(lane: Lane, random: Random, now: datetime) -> None:
-    """Tick the lane's operation, or end it and begin the next one."""
-    if lane.operation is None:
-        return
-    lane.done += random.uniform(0.1, 1.0) * SPEED
-    try:
+def move(lanes: Sequence[Lane], random: Random, now: datetime) -> None:
+    """Tick the operations of these lanes, or end them and begin the next ones.
+
+    The ticks are written together, as an executor writes those of its operations.
+    """
+    reports: dict[Attempt, list[Tick]] = {}
+    for lane in lanes:
+        if lane.operation is None:
+            continue
+        lane.done += random.uniform(0.1, 1.0) * SPEED
         if lane.done >= 1 or (lane.fails and lane.done > 0.6):
-            _end(lane, now)
-            begin(lane, random, now)
-        elif lane.request.targets:
-            _many(lane, lane.operation, random, now)
-        else:
-            _one(lane, lane.operation, now)
-    except LeaseLost:
-        lane.operation = None
+            try:
+                _end(lane, now)
+                begin(lane, random, now)
+            except LeaseLost:
+                lane.operation = None  # somebody has cancelled it
+            continue
+        tick = _many(lane, lane.operation, random) if lane.request.targets else _one(lane)
+        reports[lane.operation.id, lane.operation.fence] = [tick]
+    lost = record(reports, now=now)
+    for lane in lanes:
+        if lane.operation is not None and (lane.operation.id, lane.operation.fence) in lost:
+            lane.operation = None
 
 
-def _one(lane: Lane, operation: Operation, now: datetime) -> None:
-    node = lane.request.node
-    record({(operation.id, operation.fence): [_tick(lane, lane.done, node)]}, now=now)
+def _one(lane: Lane) -> Tick:
+    return _tick(lane, lane.done, lane.request.node)
 
 
-def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> None:
+def _many(lane: Lane, operation: Operation, random: Random) -> Tick:
     """Report that the first targets are completed, some download, the rest wait: "7 of 13 nodes"."""
     targets = lane.request.targets
     through = int(lane.done * len(targets))
@@ -138,8 +146,7 @@ def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> No
     lane.ended += fresh
     node = random.choice(targets[through : through + 3])
     tick = _tick(lane, lane.done * len(targets) - through, node)
-    message = f"{through} of {len(targets)} nodes done"
-    record({(operation.id, operation.fence): [_named(tick, message, 100 * lane.done)]}, now=now)
+    return _named(tick, f"{through} of {len(targets)} nodes done", 100 * lane.done)
 
 
 def _named(tick: Tick, message: str, percentage: float) -> Tick:
