@@ -46,6 +46,7 @@ from localai_cluster.web.policy import CSP, policy
 from localai_cluster.web.shapes import COMPONENTS, reference
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
+from nodes.api.registrations import RegistrationDescription
 from nodes.dialects import audio
 from nodes.dialects import routes as inference
 from nodes.live import shapes as live
@@ -395,18 +396,27 @@ Endpoint = tuple[str, str, str, Any]
 def describe_views(endpoints: list[Endpoint]) -> list[Endpoint]:
     """Apply the descriptions that views have registered; a preprocessing hook of drf-spectacular.
 
-    Also add the route of the document itself, which imports this module only when it is requested.
+    Also add the route of the document itself, which imports this module only when it is requested, and the
+    raw route for registrations, whose body is a serializer.
     """
     extend: Any = utils  # untyped
+    all_endpoints = [
+        *endpoints,
+        ("/api/schema", "/api/schema", "GET", SchemaView.as_view()),
+        ("/api/node/register", "/api/node/register", "POST", RegistrationDescription.as_view()),
+    ]
+    classes = {
+        getattr(callback.cls, method.lower()): callback.cls for _, _, method, callback in all_endpoints
+    }
     while DESCRIPTIONS:
-        view, description = DESCRIPTIONS.pop(0)
-        extend.extend_schema(**description)(view)
+        view, arguments = DESCRIPTIONS.pop(0)
+        extend.extend_schema(**arguments(classes.get(view)))(view)
     while OPERATION_NAMES:
         view, ids = OPERATION_NAMES.pop(0)
         extend.extend_schema_view(
             **{name: extend.extend_schema(operation_id=id) for name, id in ids.items()}
         )(view)
-    return [*endpoints, ("/api/schema", "/api/schema", "GET", SchemaView.as_view())]
+    return all_endpoints
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Helpers of the routes for admins: error envelope, node ids, actor, and parts of the API document."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -12,7 +11,7 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import View, extend_schema, refusals
+from localai_cluster.web.envelopes import FlatView
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import listing
@@ -29,6 +28,19 @@ class NodeView(APIView):
     """Base of routes whose errors have the type `node_error`."""
 
     error_type = "node_error"
+    tag = "nodes"
+
+
+class ModelRoute(FlatView):
+    """Base of routes of models with flat errors."""
+
+    tag = "models"
+
+
+class BackendRoute(FlatView):
+    """Base of routes of backends with flat errors."""
+
+    tag = "backends"
 
 
 def require_node_id(id_text: str) -> UUID:
@@ -75,14 +87,13 @@ def response_header(name: str, kind: Any, meaning: str, **options: Any) -> OpenA
     )
 
 
-_PAGE_PARAMETERS = [
+PAGE = [
     query_parameter("limit", integer_schema(1, listing.MAX_PAGE_SIZE), "How many at most."),
     query_parameter("offset", integer_schema(0, listing.FARTHEST), "How many to leave out at the beginning."),
-]
-_PAGE_HEADERS = [
     response_header("X-Total-Count", OpenApiTypes.INT, "How many there are on all pages.", required=True),
     response_header("Link", OpenApiTypes.STR, "The first, previous, next and last page (RFC 8288)."),
 ]
+"""Parameters and headers of a list with pages."""
 REVISION = query_parameter(
     "revision",
     integer_schema(0, MAX_REVISION),
@@ -101,28 +112,3 @@ def request_example(value: Any, name: str = "request") -> OpenApiExample:
 def job_example(message: str, route: str = "/api/backends/job") -> dict[str, Any]:
     """Return an example of the body that `job_fields` builds for a new operation."""
     return {"jobID": JOB_ID, "statusUrl": f"{route}/{JOB_ID}", "message": message}
-
-
-def message_example(sentence: str) -> OpenApiExample:
-    return response_example({"message": sentence})
-
-
-def describe_list(
-    operation_id: str,
-    summary: str,
-    *,
-    tag: str,
-    rows: Any,
-    example: OpenApiExample,
-    filters: Sequence[OpenApiParameter] = (),
-    refused: Sequence[int] = (400, 401, 403),
-) -> Callable[[View], View]:
-    """Describe a list with pages in the API document."""
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=[tag],
-        parameters=[*filters, *_PAGE_PARAMETERS, *_PAGE_HEADERS],
-        responses={200: rows, **refusals(*refused)},
-        examples=[example],
-    )

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
-from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -15,11 +14,16 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.openapi import extend_schema, refusals
 from localai_cluster.web.rest import validate_body
-from nodes.api.base import NODE_ID, NodeView, actor_of, job_example, request_example, response_example
+from nodes.api.base import NODE_ID, NodeView, actor_of, job_example
 from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
-from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request
+from nodes.api.node_backends import (
+    ACCEPTED,
+    InstallSerializer,
+    accepted_body,
+    describe_accepted,
+    install_request,
+)
 from nodes.api.node_settings import LABELS
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options
 from nodes.backends import admission
@@ -30,10 +34,6 @@ from operations.api.serializers import MAX_NODES, job_fields, requester_of
 
 _KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
 """Kinds of operations over many nodes by verb."""
-_RESPONSES = {
-    202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
-    **refusals(400, 401, 403, 409, 413),
-}
 
 
 def _node_ids() -> serializers.ListField:
@@ -102,18 +102,13 @@ def _verb_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 class BulkView(NodeView):
     """`/api/nodes/bulk`."""
 
-    @extend_schema(
-        operation_id="nodes_bulk",
-        summary="Run a verb on many nodes",
-        tags=["nodes"],
-        request=BulkSerializer,
-        responses=_RESPONSES,
-        examples=[
-            request_example(
-                {"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600}
-            ),
-            response_example(job_example("drain of 1 node started"), status="202"),
-        ],
+    @describe_accepted(
+        "nodes_bulk",
+        "Run a verb on many nodes",
+        refused=(400, 409, 413),
+        body=BulkSerializer,
+        sent={"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600},
+        shown=job_example("drain of 1 node started"),
     )
     def post(self, request: Request) -> Response:
         """Runs one verb on each of the nodes, as one operation that goes on without its caller.
@@ -139,16 +134,14 @@ class BulkView(NodeView):
 class BulkInstallView(NodeView):
     """`/api/nodes/backends/install`."""
 
-    @extend_schema(
-        operation_id="nodes_bulk_install",
-        summary="Install a backend on many nodes",
-        tags=["backends"],
-        request=BulkInstallSerializer,
-        responses=_RESPONSES,
-        examples=[
-            request_example({"ids": [NODE_ID], "backend": "local@minilm"}),
-            response_example(job_example("backend installation started"), status="202"),
-        ],
+    @describe_accepted(
+        "nodes_bulk_install",
+        "Install a backend on many nodes",
+        refused=(400, 409, 413),
+        body=BulkInstallSerializer,
+        sent={"ids": [NODE_ID], "backend": "local@minilm"},
+        shown=job_example("backend installation started"),
+        tag="backends",
     )
     def post(self, request: Request) -> Response:
         """Installs a backend on these nodes as one operation. Files that are there stay, nothing is forced.

@@ -10,14 +10,13 @@ from typing import Any
 
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import JOB_ID, NODE_ID, enum_schema, query_parameter, response_example
+from nodes.api.base import JOB_ID, NODE_ID, BackendRoute, enum_schema, query_parameter
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
 
@@ -85,56 +84,54 @@ _PARAMETERS = [
         "order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."
     ),
 ]
-_EXAMPLE = response_example(
-    {
-        "backends": [
-            {
-                "id": "local@minilm",
-                "name": "minilm",
-                "description": "Sentence embeddings.",
-                "icon": "",
-                "license": "MIT",
-                "urls": [],
-                "tags": ["embeddings"],
-                "gallery": "local",
-                "version": "1.0.0",
-                "installed": True,
-                "nodes": [
-                    {
-                        "node_id": NODE_ID,
-                        "node_name": "gpu-a",
-                        "node_status": "healthy",
-                        "version": "1.0.0",
-                        "installed_at": "2026-08-20T09:12:44Z",
-                    }
-                ],
-                "processing": True,
-                "jobID": JOB_ID,
-                "isDeletion": False,
-                "isMeta": False,
-                "isAlias": False,
-                "isDevelopment": False,
-                "capabilities": None,
-                "metaBackendFor": "",
-                "variants": [{"capability": "default", "build": "minilm", "reason": "named for no hardware"}],
-            }
-        ],
-        "repositories": [{"url": "file:///srv/gallery/index.yaml", "name": "local"}],
-        "galleryErrors": [],
-        "allTags": ["embeddings"],
-        "nodesByCapability": {"default": 1},
-        "processingBackends": {f"node:{NODE_ID}:minilm": JOB_ID},
-        "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
-        "availableBackends": 1,
-        "installedBackends": 1,
-        "currentPage": 1,
-        "totalPages": 1,
-        "prevPage": 1,
-        "nextPage": 1,
-        "systemCapability": "",
-        "preferDevelopmentBackends": False,
-    }
-)
+_EXAMPLE = {
+    "backends": [
+        {
+            "id": "local@minilm",
+            "name": "minilm",
+            "description": "Sentence embeddings.",
+            "icon": "",
+            "license": "MIT",
+            "urls": [],
+            "tags": ["embeddings"],
+            "gallery": "local",
+            "version": "1.0.0",
+            "installed": True,
+            "nodes": [
+                {
+                    "node_id": NODE_ID,
+                    "node_name": "gpu-a",
+                    "node_status": "healthy",
+                    "version": "1.0.0",
+                    "installed_at": "2026-08-20T09:12:44Z",
+                }
+            ],
+            "processing": True,
+            "jobID": JOB_ID,
+            "isDeletion": False,
+            "isMeta": False,
+            "isAlias": False,
+            "isDevelopment": False,
+            "capabilities": None,
+            "metaBackendFor": "",
+            "variants": [{"capability": "default", "build": "minilm", "reason": "named for no hardware"}],
+        }
+    ],
+    "repositories": [{"url": "file:///srv/gallery/index.yaml", "name": "local"}],
+    "galleryErrors": [],
+    "allTags": ["embeddings"],
+    "nodesByCapability": {"default": 1},
+    "processingBackends": {f"node:{NODE_ID}:minilm": JOB_ID},
+    "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
+    "availableBackends": 1,
+    "installedBackends": 1,
+    "currentPage": 1,
+    "totalPages": 1,
+    "prevPage": 1,
+    "nextPage": 1,
+    "systemCapability": "",
+    "preferDevelopmentBackends": False,
+}
 
 
 @dataclass(frozen=True)
@@ -235,18 +232,16 @@ def gallery_errors(offer: catalogue.Offer) -> list[Entry]:
     ]
 
 
-class BackendsView(APIView):
+class BackendsView(BackendRoute):
     """`/api/backends`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="backends_list",
-        summary="List available backends",
-        tags=["backends"],
+    @describe(
+        "backends_list",
+        "List available backends",
+        CATALOGUE,
+        refused=(400,),
         parameters=_PARAMETERS,
-        responses={200: CATALOGUE.ref, **flat_refusals(400)},
-        examples=[_EXAMPLE],
+        shown=_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
         """Backends of the configured galleries, with the nodes that have them installed.
@@ -316,19 +311,11 @@ _AVAILABLE = {
 }
 
 
-class _CatalogueList(APIView):
-    envelope = "flat"
-
-
-class AvailableView(_CatalogueList):
+class AvailableView(BackendRoute):
     """`/backends/available`."""
 
-    @extend_schema(
-        operation_id="backends_available",
-        summary="List entries of the galleries",
-        tags=["backends"],
-        responses={200: AVAILABLE_BACKEND.many, **flat_refusals()},
-        examples=[response_example([_AVAILABLE])],
+    @describe(
+        "backends_available", "List entries of the galleries", AVAILABLE_BACKEND.many, shown=[_AVAILABLE]
     )
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
@@ -356,19 +343,14 @@ def _available_row(build: GalleryEntry, installed: bool) -> Row:
     )
 
 
-class KnownView(_CatalogueList):
+class KnownView(BackendRoute):
     """`/backends/known`."""
 
-    @extend_schema(
-        operation_id="backends_known",
-        summary="List backends that a model may be for",
-        tags=["backends"],
-        responses={200: KNOWN_BACKEND.many, **flat_refusals()},
-        examples=[
-            response_example(
-                [{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}]
-            )
-        ],
+    @describe(
+        "backends_known",
+        "List backends that a model may be for",
+        KNOWN_BACKEND.many,
+        shown=[{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}],
     )
     def get(self, request: Request) -> Response:
         """What the galleries offer, without single builds, and what is installed besides; by modality."""
@@ -392,30 +374,23 @@ class KnownView(_CatalogueList):
         return Response(sorted(backends, key=lambda backend: (backend["modality"], folded(backend["name"]))))
 
 
-class GalleriesView(_CatalogueList):
+class GalleriesView(BackendRoute):
     """`/backends/galleries`."""
 
-    @extend_schema(
-        operation_id="backends_galleries",
-        summary="List galleries",
-        tags=["backends"],
-        responses={200: REPOSITORY.many, **flat_refusals()},
-        examples=[response_example([_REPOSITORY])],
-    )
+    @describe("backends_galleries", "List galleries", REPOSITORY.many, shown=[_REPOSITORY])
     def get(self, request: Request) -> Response:
         """The galleries of this cluster."""
         return Response(repository_rows())
 
 
-class UseCasesView(_CatalogueList):
+class UseCasesView(BackendRoute):
     """`/api/backends/usecases`."""
 
-    @extend_schema(
-        operation_id="backends_usecases",
-        summary="List what backends are used for",
-        tags=["backends"],
-        responses={200: mapping(TEXTS), **flat_refusals()},
-        examples=[response_example({"minilm": ["embeddings"]})],
+    @describe(
+        "backends_usecases",
+        "List what backends are used for",
+        mapping(TEXTS),
+        shown={"minilm": ["embeddings"]},
     )
     def get(self, request: Request) -> Response:
         """By the name of an entry, what its tags say it is used for; others are left out."""

@@ -5,23 +5,23 @@ request. The views below `/backends/` are the reference's other URLs for the sam
 `DeleteAndWaitView` waits for the end of its operation (O38).
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import counted
 from localai_cluster.web.envelopes import flat_error
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
+from nodes.api.base import BackendRoute
 from nodes.api.models import WAIT_FOR_END, wait_for_end
 from nodes.api.node_backends import (
     BACKEND_NAME,
@@ -56,20 +56,12 @@ MAX_BACKENDS = 200
 """Maximum number of backends in one request to `/api/backends/changes`."""
 
 
-def describe_command(
-    name: str, summary: str, body: type[serializers.Serializer[Any]] | None, answer: Shape = STARTED
-) -> Callable[[View], View]:
-    """Describe a command in the API document."""
-    return extend_schema(
-        operation_id=f"backends_{name}",
-        summary=summary,
-        tags=["backends"],
-        request=body,
-        responses={
-            200: OpenApiResponse(answer.ref, "The operation is recorded and will be carried out."),
-            **flat_refusals(400, 404, 409, 413),
-        },
-    )
+describe_command = partial(
+    describe,
+    answer=STARTED,
+    meaning="The operation is recorded and will be carried out.",
+    refused=(400, 404, 409, 413),
+)
 
 
 class UpgradeSerializer(NodesSerializer):
@@ -153,11 +145,7 @@ def refuse_hardware_build(command: BackendRequest) -> None:
         )
 
 
-class _CommandView(APIView):
-    envelope = "flat"
-
-
-class _NamedBackendView(_CommandView):
+class _NamedBackendView(BackendRoute):
     """Base of commands on the backend that the path names."""
 
     kind: str
@@ -184,7 +172,9 @@ class InstallEverywhereView(_NamedBackendView):
     kind = INSTALL
     body = InstallEverywhereSerializer
 
-    @describe_command("install", "Install a backend on all nodes, or on some", InstallEverywhereSerializer)
+    @describe_command(
+        "backends_install", "Install a backend on all nodes, or on some", body=InstallEverywhereSerializer
+    )
     def post(self, request: Request, name: str) -> Response:
         """Installs the backend where it is not; with `force` also again where it is (O10).
 
@@ -198,10 +188,12 @@ class InstallEverywhereView(_NamedBackendView):
         return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
 
-class InstallExternalView(_CommandView):
+class InstallExternalView(BackendRoute):
     """`/api/backends/install-external`."""
 
-    @describe_command("install_external", "Install a backend from an address", ExternalSerializer)
+    @describe_command(
+        "backends_install_external", "Install a backend from an address", body=ExternalSerializer
+    )
     def post(self, request: Request) -> Response:
         """Installs an image, archive or folder under `name` on all nodes, or on `nodes`.
 
@@ -224,7 +216,7 @@ class UpgradeEverywhereView(_NamedBackendView):
     kind = UPGRADE
     body = UpgradeSerializer
 
-    @describe_command("upgrade", "Upgrade a backend where it is installed", UpgradeSerializer)
+    @describe_command("backends_upgrade", "Upgrade a backend where it is installed", body=UpgradeSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and installs it again from the galleries, on the nodes that have it (O17).
 
@@ -241,7 +233,7 @@ class DeleteEverywhereView(_NamedBackendView):
 
     kind = DELETE
 
-    @describe_command("delete", "Delete a backend where it is installed", NodesSerializer)
+    @describe_command("backends_delete", "Delete a backend where it is installed", body=NodesSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
         return self._admit_and_respond(request, name)
@@ -310,11 +302,14 @@ def _refusal_row(command: BackendRequest, error: errors.ClusterError) -> dict[st
     return {"backend": command.backend} | flat_error(error.message, error.field) | details
 
 
-class ChangesView(_CommandView):
+class ChangesView(BackendRoute):
     """`/api/backends/changes`."""
 
     @describe_command(
-        "change_many", "Change several backends", BackendChangesSerializer, answer=CHANGE_OUTCOMES
+        "backends_change_many",
+        "Change several backends",
+        answer=CHANGE_OUTCOMES,
+        body=BackendChangesSerializer,
     )
     def post(self, request: Request) -> Response:
         """Upgrades, installs again or deletes each of `backends`, as one operation for each.
@@ -400,11 +395,14 @@ def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
     )
 
 
-class ApplyView(_CommandView):
+class ApplyView(BackendRoute):
     """`/backends/apply`."""
 
     @describe_command(
-        "apply", "Install a backend on all nodes unless it is there", ApplySerializer, JOB_SCHEDULED
+        "backends_apply",
+        "Install a backend on all nodes unless it is there",
+        answer=JOB_SCHEDULED,
+        body=ApplySerializer,
     )
     def post(self, request: Request) -> Response:
         """Leaves nodes that have it as they are; with `force` they install it again.
@@ -418,37 +416,38 @@ class ApplyView(_CommandView):
         )
 
 
-class PlainUpgradeView(_CommandView):
+class PlainUpgradeView(BackendRoute):
     """`/backends/upgrade/:name`."""
 
-    @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, JOB_SCHEDULED)
+    @describe_command(
+        "backends_upgrade_other_name", "Upgrade a backend where it is installed", answer=JOB_SCHEDULED
+    )
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it, at once."""
         return _admit_scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
 
 
-class PlainDeleteView(_CommandView):
+class PlainDeleteView(BackendRoute):
     """`/backends/delete/:name`."""
 
-    @describe_command("delete_other_name", "Delete a backend where it is installed", None, JOB_SCHEDULED)
+    @describe_command(
+        "backends_delete_other_name", "Delete a backend where it is installed", answer=JOB_SCHEDULED
+    )
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it."""
         return _admit_scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
 
 
-class DeleteAndWaitView(_CommandView):
+class DeleteAndWaitView(BackendRoute):
     """`/api/backends/system/delete/:name`."""
 
-    @extend_schema(
-        operation_id="backends_delete_and_wait",
-        summary="Delete a backend and wait for the end",
-        tags=["backends"],
-        request=None,
-        responses={
-            200: OpenApiResponse(BACKEND_REMOVED.ref, "It is done."),
-            202: OpenApiResponse(BACKEND_REMOVED.ref, "The operation is recorded and goes on."),
-            **flat_refusals(400, 409, 502),
-        },
+    @describe(
+        "backends_delete_and_wait",
+        "Delete a backend and wait for the end",
+        BACKEND_REMOVED,
+        meaning="It is done.",
+        others={202: OpenApiResponse(BACKEND_REMOVED.ref, "The operation is recorded and goes on.")},
+        refused=(400, 409, 502),
     )
     def post(self, request: Request, name: str) -> Response:
         """Removes it from all nodes that have it; 502 names the nodes that did not, and their reasons.

@@ -4,24 +4,30 @@ The list includes files of the models folder. A file takes precedence over a sto
 name, which is then `shadowed`. The origin of a save is `editor` for a browser session and `api` for a key.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asgiref.sync import async_to_sync
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import TEXT, Row
 from nodes.api import definition_entries
-from nodes.api.base import integer_schema, job_example, query_parameter, request_example, response_example
+from nodes.api.base import (
+    ModelRoute,
+    integer_schema,
+    job_example,
+    query_parameter,
+    response_example,
+)
 from nodes.api.definition_shapes import (
     DEFINITIONS,
     DETAIL,
@@ -61,10 +67,8 @@ _MODEL = OpenApiParameter(
 )
 
 
-class _DefinitionRoute(APIView):
-    """A route of definitions; errors are `{"error": "…"}`."""
-
-    envelope = "flat"
+class _DefinitionRoute(ModelRoute):
+    """A route of definitions."""
 
     def save(self, request: Request, name: str | None, text: str, fields: Mapping[str, Any]) -> Row:
         """Save the text with the caller as its actor. Return the definition."""
@@ -89,10 +93,11 @@ def _origin(request: Request) -> DefinitionOrigin:
 class DefinitionsView(_DefinitionRoute):
     """`/api/definitions`."""
 
-    @extend_schema(
-        operation_id="definitions",
-        summary="List model definitions",
-        tags=["models"],
+    @describe(
+        "definitions",
+        "List model definitions",
+        DEFINITIONS,
+        refused=(400,),
         parameters=[
             query_parameter("term", TEXT, "Part of the name, backend or model."),
             query_parameter("origin", ORIGIN, "Where it comes from."),
@@ -100,20 +105,15 @@ class DefinitionsView(_DefinitionRoute):
             query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
             query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
         ],
-        responses={200: DEFINITIONS.ref, **flat_refusals(400)},
-        examples=[
-            response_example(
-                {
-                    "definitions": [SUMMARY_EXAMPLE],
-                    "total": 1,
-                    "page": 1,
-                    "items": DEFAULT_ITEMS,
-                    "unusable": [
-                        {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
-                    ],
-                }
-            )
-        ],
+        shown={
+            "definitions": [SUMMARY_EXAMPLE],
+            "total": 1,
+            "page": 1,
+            "items": DEFAULT_ITEMS,
+            "unusable": [
+                {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
+            ],
+        },
     )
     def get(self, request: Request) -> Response:
         """Those of files and stored ones, by name, in a constant number of queries."""
@@ -139,16 +139,15 @@ class DefinitionsView(_DefinitionRoute):
         )
         return Response(body)
 
-    @extend_schema(
-        operation_id="definitions_create",
-        summary="Store a model definition",
-        tags=["models"],
-        request=DefinitionCreateSerializer,
-        responses={201: DETAIL.ref, **flat_refusals(400, 409, 413)},
-        examples=[
-            request_example({"text": YAML_EXAMPLE, "reason": "for the team"}),
-            response_example(DETAIL_EXAMPLE, "created", "201"),
-        ],
+    @describe(
+        "definitions_create",
+        "Store a model definition",
+        DETAIL,
+        status=201,
+        refused=(400, 409, 413),
+        body=DefinitionCreateSerializer,
+        sent={"text": YAML_EXAMPLE, "reason": "for the team"},
+        examples=[response_example(DETAIL_EXAMPLE, "created", "201")],
     )
     def post(self, request: Request) -> Response:
         """409 if the model is defined already. Secrets are refused."""
@@ -165,12 +164,11 @@ class DefinitionsView(_DefinitionRoute):
 class DefinitionSchemaView(_DefinitionRoute):
     """`/api/definitions/schema`."""
 
-    @extend_schema(
-        operation_id="definitions_schema",
-        summary="Show the JSON Schema of a definition",
-        tags=["models"],
-        responses={200: {"type": "object", "additionalProperties": True}, **flat_refusals()},
-        examples=[response_example({"title": "Model definition", "type": "object"})],
+    @describe(
+        "definitions_schema",
+        "Show the JSON Schema of a definition",
+        {"type": "object", "additionalProperties": True},
+        shown={"title": "Model definition", "type": "object"},
     )
     def get(self, request: Request) -> Response:
         """For editors; settings that it does not list are permitted and not used."""
@@ -180,28 +178,24 @@ class DefinitionSchemaView(_DefinitionRoute):
 class DefinitionPreviewView(_DefinitionRoute):
     """`/api/definitions/preview`."""
 
-    @extend_schema(
-        operation_id="definitions_preview",
-        summary="Check a definition, and show what saving it would do",
-        tags=["models"],
-        request=DefinitionPreviewSerializer,
-        responses={200: PREVIEW.ref, **flat_refusals(400, 413)},
-        examples=[
-            request_example({"name": "m", "changes": {"context_size": 8192}}),
-            response_example(
-                {
-                    "valid": True,
-                    "errors": [],
-                    "warnings": [],
-                    "text": YAML_EXAMPLE,
-                    "form": FORM_EXAMPLE,
-                    "revision_changes": True,
-                    "replicas": [],
-                    "fit": None,
-                    "diff": "",
-                }
-            ),
-        ],
+    @describe(
+        "definitions_preview",
+        "Check a definition, and show what saving it would do",
+        PREVIEW,
+        refused=(400, 413),
+        body=DefinitionPreviewSerializer,
+        sent={"name": "m", "changes": {"context_size": 8192}},
+        shown={
+            "valid": True,
+            "errors": [],
+            "warnings": [],
+            "text": YAML_EXAMPLE,
+            "form": FORM_EXAMPLE,
+            "revision_changes": True,
+            "replicas": [],
+            "fit": None,
+            "diff": "",
+        },
     )
     def post(self, request: Request) -> Response:
         """Errors with line and column, the replicas that renewal replaces, where it fits; saves nothing."""
@@ -222,29 +216,22 @@ class DefinitionPreviewView(_DefinitionRoute):
 class DefinitionView(_DefinitionRoute):
     """`/api/definitions/:name`."""
 
-    @extend_schema(
-        operation_id="definition",
-        summary="Show a definition",
-        tags=["models"],
-        parameters=[_MODEL],
-        responses={200: DETAIL.ref, **flat_refusals(404)},
-        examples=[response_example(DETAIL_EXAMPLE)],
+    @describe(
+        "definition", "Show a definition", DETAIL, refused=(404,), parameters=[_MODEL], shown=DETAIL_EXAMPLE
     )
     def get(self, request: Request, name: str) -> Response:
         """With its YAML, the values of the form, and its files."""
         return Response(definition_entries.definition_detail(name))
 
-    @extend_schema(
-        operation_id="definition_save",
-        summary="Change a definition",
-        tags=["models"],
+    @describe(
+        "definition_save",
+        "Change a definition",
+        DETAIL,
+        refused=(400, 404, 409, 413),
+        body=DefinitionEditSerializer,
         parameters=[_MODEL],
-        request=DefinitionEditSerializer,
-        responses={200: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
-        examples=[
-            request_example({"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"}),
-            response_example(DETAIL_EXAMPLE),
-        ],
+        sent={"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"},
+        shown=DETAIL_EXAMPLE,
     )
     def put(self, request: Request, name: str) -> Response:
         """Adds a revision; renewal then replaces the replicas of the former one.
@@ -259,21 +246,19 @@ class DefinitionView(_DefinitionRoute):
         text = fields["text"] if "text" in fields else edit.apply_changes(former, fields["changes"])
         return Response(self.save(request, name, text, fields))
 
-    @extend_schema(
-        operation_id="definition_delete",
-        summary="Delete a stored definition",
-        tags=["models"],
+    @describe(
+        "definition_delete",
+        "Delete a stored definition",
+        REMOVAL,
+        status=202,
+        meaning="The operation is recorded.",
+        refused=(400, 404, 409),
         parameters=[
             _MODEL,
             query_parameter(
                 "files", {"type": "boolean"}, "Also delete the files that no other definition names."
             ),
         ],
-        request=None,
-        responses={
-            202: OpenApiResponse(REMOVAL.ref, "The operation is recorded."),
-            **flat_refusals(400, 404, 409),
-        },
         examples=[
             response_example(
                 job_example("the definition is being deleted") | {"deduplicated": False}, "accepted", "202"
@@ -296,17 +281,16 @@ def remove(request: Request, name: str, *, with_files: bool) -> Row:
 class DefinitionCloneView(_DefinitionRoute):
     """`/api/definitions/:name/clone`."""
 
-    @extend_schema(
-        operation_id="definition_clone",
-        summary="Copy a definition under another name",
-        tags=["models"],
+    @describe(
+        "definition_clone",
+        "Copy a definition under another name",
+        DETAIL,
+        status=201,
+        refused=(400, 404, 409, 413),
+        body=DefinitionCloneSerializer,
         parameters=[_MODEL],
-        request=DefinitionCloneSerializer,
-        responses={201: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
-        examples=[
-            request_example({"name": "m-long"}),
-            response_example(DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201"),
-        ],
+        sent={"name": "m-long"},
+        examples=[response_example(DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201")],
     )
     def post(self, request: Request, name: str) -> Response:
         """The files are the same. 409 if the new name is defined already."""
@@ -320,56 +304,43 @@ class DefinitionCloneView(_DefinitionRoute):
         return Response(self.save(request, None, copied, {"reason": reason}), status=201)
 
 
-class _SwitchView(_DefinitionRoute):
-    disables: bool
-
-    def post(self, request: Request, name: str) -> Response:
-        """Stored definitions only: the state of a file is its author's."""
-        store.set_disabled(name, self.disables, now=clock.now())
-        return Response(definition_entries.definition_detail(name))
+_describe_switch = partial(describe, answer=DETAIL, refused=(404, 409), parameters=[_MODEL])
 
 
-def _describe_switch(operation_id: str, summary: str, state: str) -> Callable[[View], View]:
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=["models"],
-        parameters=[_MODEL],
-        request=None,
-        responses={200: DETAIL.ref, **flat_refusals(404, 409)},
-        examples=[response_example(DETAIL_EXAMPLE | {"state": state})],
-    )
+def _set_disabled(name: str, disabled: bool) -> Response:
+    """Switch a stored definition: the state of a file is its author's."""
+    store.set_disabled(name, disabled, now=clock.now())
+    return Response(definition_entries.definition_detail(name))
 
 
-class DefinitionDisableView(_SwitchView):
+class DefinitionDisableView(_DefinitionRoute):
     """`/api/definitions/:name/disable`."""
 
-    disables = True
-
-    @_describe_switch("definition_disable", "Disable a definition", "disabled")
+    @_describe_switch(
+        "definition_disable", "Disable a definition", shown=DETAIL_EXAMPLE | {"state": "disabled"}
+    )
     def post(self, request: Request, name: str) -> Response:
         """Requests for the model get 404 from then on; its replicas are unloaded after their last request."""
-        return super().post(request, name)
+        return _set_disabled(name, True)
 
 
-class DefinitionEnableView(_SwitchView):
+class DefinitionEnableView(_DefinitionRoute):
     """`/api/definitions/:name/enable`."""
 
-    disables = False
-
-    @_describe_switch("definition_enable", "Enable a definition", "active")
+    @_describe_switch("definition_enable", "Enable a definition", shown=DETAIL_EXAMPLE)
     def post(self, request: Request, name: str) -> Response:
         """The next request loads the model."""
-        return super().post(request, name)
+        return _set_disabled(name, False)
 
 
 class DefinitionRevisionsView(_DefinitionRoute):
     """`/api/definitions/:name/revisions`."""
 
-    @extend_schema(
-        operation_id="definition_revisions",
-        summary="List the revisions of a definition",
-        tags=["models"],
+    @describe(
+        "definition_revisions",
+        "List the revisions of a definition",
+        REVISIONS,
+        refused=(400, 404),
         parameters=[
             _MODEL,
             query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
@@ -377,26 +348,21 @@ class DefinitionRevisionsView(_DefinitionRoute):
                 "items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."
             ),
         ],
-        responses={200: REVISIONS.ref, **flat_refusals(400, 404)},
-        examples=[
-            response_example(
+        shown={
+            "revisions": [
                 {
-                    "revisions": [
-                        {
-                            "number": 1,
-                            "actor": "ann",
-                            "at": MOMENT_EXAMPLE,
-                            "reason": "for the team",
-                            "origin": "editor",
-                            "diff": "--- revision 0\n+++ revision 1\n",
-                        }
-                    ],
-                    "total": 1,
-                    "page": 1,
-                    "items": DEFAULT_REVISIONS,
+                    "number": 1,
+                    "actor": "ann",
+                    "at": MOMENT_EXAMPLE,
+                    "reason": "for the team",
+                    "origin": "editor",
+                    "diff": "--- revision 0\n+++ revision 1\n",
                 }
-            )
-        ],
+            ],
+            "total": 1,
+            "page": 1,
+            "items": DEFAULT_REVISIONS,
+        },
     )
     def get(self, request: Request, name: str) -> Response:
         """Who changed what, when and why, the newest first; none for a model that a file defines."""
@@ -431,14 +397,15 @@ class DefinitionRevisionsView(_DefinitionRoute):
 class DefinitionRestoreView(_DefinitionRoute):
     """`/api/definitions/:name/revisions/:number/restore`."""
 
-    @extend_schema(
-        operation_id="definition_restore",
-        summary="Restore a revision of a definition",
-        tags=["models"],
+    @describe(
+        "definition_restore",
+        "Restore a revision of a definition",
+        DETAIL,
+        refused=(400, 404, 409, 413),
+        body=DefinitionRestoreSerializer,
         parameters=[_MODEL, OpenApiParameter("number", OpenApiTypes.INT, OpenApiParameter.PATH)],
-        request=DefinitionRestoreSerializer,
-        responses={200: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
-        examples=[request_example({"revision": 3}), response_example(DETAIL_EXAMPLE)],
+        sent={"revision": 3},
+        shown=DETAIL_EXAMPLE,
     )
     def post(self, request: Request, name: str, number: int) -> Response:
         """Its text becomes the newest revision; 409 with `revision` if the definition has changed since."""

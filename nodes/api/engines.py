@@ -22,7 +22,7 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested_error
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Text, Whole, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
@@ -32,9 +32,7 @@ from nodes.api.base import (
     NODE_ID,
     NodeView,
     query_parameter,
-    request_example,
     require_node_id,
-    response_example,
     text_schema,
 )
 from nodes.api.models import (
@@ -102,7 +100,6 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-_REQUEST_EXAMPLE = request_example({"model": "minilm"})
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITOR_EXAMPLE = {
     "state": 2,
@@ -145,20 +142,17 @@ class LoadModelSerializer(BackendModelSerializer):
 class LoadView(APIView):
     """`/backend/load`."""
 
-    @extend_schema(
-        operation_id="backend_load",
-        summary="Load a model",
-        tags=["nodes"],
-        request=LoadModelSerializer,
-        responses={
-            200: OpenApiResponse(MODEL_LOADED.ref, "A replica serves."),
-            202: OpenApiResponse(MODEL_LOADED.ref, "The loads are recorded and go on."),
-            **refusals(400, 401, 403, 404, 409, 413),
-        },
-        examples=[
-            _REQUEST_EXAMPLE,
-            response_example({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": JOB_ID}),
-        ],
+    @describe(
+        "backend_load",
+        "Load a model",
+        MODEL_LOADED,
+        meaning="A replica serves.",
+        others={202: OpenApiResponse(MODEL_LOADED.ref, "The loads are recorded and go on.")},
+        refused=(400, 404, 409, 413),
+        body=LoadModelSerializer,
+        sent={"model": "minilm"},
+        shown={"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": JOB_ID},
+        tag="nodes",
     )
     def post(self, request: Request) -> Response:
         """Loads one replica of the model unless one serves; errors carry `loaded` and `message` as well.
@@ -228,7 +222,7 @@ class ShutdownView(APIView):
     """`/backend/shutdown`."""
 
     @describe_waiting_command(
-        "backend_shutdown", "Stop a model", BackendModelSerializer, _REQUEST_EXAMPLE, UNLOAD_MESSAGES
+        "backend_shutdown", "Stop a model", BackendModelSerializer, UNLOAD_MESSAGES, key="model"
     )
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
@@ -241,13 +235,14 @@ class ShutdownView(APIView):
 class MonitorView(APIView):
     """`/backend/monitor`."""
 
-    @extend_schema(
-        operation_id="backend_monitor",
-        summary="Show a model's engines",
-        tags=["nodes"],
+    @describe(
+        "backend_monitor",
+        "Show a model's engines",
+        MONITOR,
+        refused=(400, 404, 502),
         parameters=[query_parameter("model", text_schema(MAX_MODEL_LENGTH), "Which model.", required=True)],
-        responses={200: MONITOR.ref, **refusals(400, 401, 403, 404, 502)},
-        examples=[response_example(_MONITOR_EXAMPLE)],
+        shown=_MONITOR_EXAMPLE,
+        tag="nodes",
     )
     def get(self, request: Request) -> Response:
         """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
@@ -344,13 +339,14 @@ class LoadStatusView(APIView):
     permission_classes = [IsUser]
     error_type = "not_found_error"
 
-    @extend_schema(
-        operation_id="models_load_status",
-        summary="Show how far the load of a model is",
-        tags=["nodes"],
+    @describe(
+        "models_load_status",
+        "Show how far the load of a model is",
+        LOADING,
+        refused=(404,),
         parameters=[OpenApiParameter("model", str, OpenApiParameter.PATH)],
-        responses={200: LOADING.ref, **refusals(401, 404)},
-        examples=[response_example(_EXAMPLE)],
+        shown=_EXAMPLE,
+        tag="nodes",
     )
     def get(self, request: Request, model: str) -> Response:
         """404 when no load goes on: the model may be ready, so ask it again."""
@@ -371,18 +367,17 @@ LOG_LINE = Shape(
         field("text", TEXT),
     ],
 )
-_REFUSALS = refusals(401, 403, 404, 409, 502, 504)
 
 
 class LoggedModelsView(NodeView):
     """`/api/nodes/:id/backend-logs`."""
 
-    @extend_schema(
-        operation_id="nodes_logs_list",
-        summary="List the models that have logs on a node",
-        tags=["nodes"],
-        responses={200: {"type": "array", "items": TEXT}, **_REFUSALS},
-        examples=[response_example(["minilm"])],
+    @describe(
+        "nodes_logs_list",
+        "List the models that have logs on a node",
+        TEXTS,
+        refused=(404, 409, 502, 504),
+        shown=["minilm"],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The models whose engines the worker keeps output of, those that have ended included."""
@@ -392,12 +387,12 @@ class LoggedModelsView(NodeView):
 class LogLinesView(NodeView):
     """`/api/nodes/:id/backend-logs/:model`."""
 
-    @extend_schema(
-        operation_id="nodes_logs_read",
-        summary="Show the log of a model on a node",
-        tags=["nodes"],
-        responses={200: LOG_LINE.many, **refusals(400), **_REFUSALS},
-        examples=[response_example([{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}])],
+    @describe(
+        "nodes_logs_read",
+        "Show the log of a model on a node",
+        LOG_LINE.many,
+        refused=(400, 404, 409, 502, 504),
+        shown=[{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}],
     )
     def get(self, request: Request, node_id: str, model: str) -> Response:
         """The last lines of a model's engines in order of time; `model#0` is one replica (`%23` in the URL).

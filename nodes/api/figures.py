@@ -9,7 +9,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, column, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
@@ -18,7 +18,6 @@ from nodes.api.base import (
     NodeView,
     enum_schema,
     query_parameter,
-    response_example,
     text_schema,
 )
 from nodes.api.worker_routes import parse_node_id
@@ -117,10 +116,11 @@ _EXAMPLE = {
 class FiguresView(NodeView):
     """`/api/figures`."""
 
-    @extend_schema(
-        operation_id="figures_read",
-        summary="Show figures over time",
-        tags=["nodes"],
+    @describe(
+        "figures_read",
+        "Show figures over time",
+        FIGURES,
+        refused=(400, 404),
         parameters=[
             query_parameter("scope", enum_schema(SCOPES), "What they are of.", required=True),
             query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
@@ -135,8 +135,7 @@ class FiguresView(NodeView):
                 f" has at most {DEFAULT_POINTS} steps.",
             ),
         ],
-        responses={200: FIGURES.ref, **refusals(400, 401, 403, 404)},
-        examples=[response_example(_EXAMPLE)],
+        shown=_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
         """10-second values are kept for an hour, minutes for two days, hours for a year."""
@@ -288,26 +287,21 @@ RATES = Shape(
 class ModelRatesView(NodeView):
     """`/api/figures/models`."""
 
-    @extend_schema(
-        operation_id="figures_models",
-        summary="Show the requests of all models",
-        tags=["nodes"],
-        responses={200: RATES.ref, **refusals(401, 403)},
-        examples=[
-            response_example(
+    @describe(
+        "figures_models",
+        "Show the requests of all models",
+        RATES,
+        shown={
+            "models": [
                 {
-                    "models": [
-                        {
-                            "name": "minilm",
-                            "requests_per_second": 3.5,
-                            "errors_per_second": 0.0,
-                            "tokens_per_second": 812.4,
-                            "first_token_seconds": 0.21,
-                        }
-                    ]
+                    "name": "minilm",
+                    "requests_per_second": 3.5,
+                    "errors_per_second": 0.0,
+                    "tokens_per_second": 812.4,
+                    "first_token_seconds": 0.21,
                 }
-            )
-        ],
+            ]
+        },
     )
     def get(self, request: Request) -> Response:
         """The requests of each model with a replica over the last minute, in a constant number of queries."""

@@ -28,18 +28,15 @@ from localai_cluster.accounts.authentication import (
 )
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.web import rest, throttle
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
 from nodes.api.base import (
     MOMENT,
+    PAGE,
     NodeView,
     actor_of,
-    describe_list,
-    message_example,
-    request_example,
-    response_example,
 )
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import JoinToken
@@ -131,12 +128,13 @@ def _token_row(token: JoinToken, now: datetime) -> Row:
 class JoinTokensView(NodeView):
     """`/api/join-tokens`."""
 
-    @describe_list(
+    @describe(
         "join_tokens",
         "List join tokens",
-        tag="nodes",
-        rows=JOIN_TOKEN.many,
-        example=response_example([_EXAMPLE]),
+        JOIN_TOKEN.many,
+        refused=(400,),
+        parameters=PAGE,
+        shown=[_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """Newest first; never the tokens themselves. Expired ones stay for the event retention."""
@@ -145,26 +143,22 @@ class JoinTokensView(NodeView):
         rows = token_rows(tokens[page.part], clock.now())
         return Response(rows, headers=page.headers(request, tokens.count()))
 
-    @extend_schema(
-        operation_id="join_tokens_make",
-        summary="Make a join token",
-        tags=["nodes"],
-        request=JoinTokenRequestSerializer,
-        responses={201: CREATED_TOKEN.ref, **refusals(400, 401, 403, 413)},
-        examples=[
-            request_example({"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"}),
-            response_example(
-                _EXAMPLE
-                | {
-                    "token": _TOKEN,
-                    "command": join_script.command(_URL, _TOKEN),
-                    "url": _URL,
-                    "url_is_set": True,
-                    "warnings": [],
-                },
-                status="201",
-            ),
-        ],
+    @describe(
+        "join_tokens_make",
+        "Make a join token",
+        CREATED_TOKEN,
+        status=201,
+        refused=(400, 413),
+        body=JoinTokenRequestSerializer,
+        sent={"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"},
+        shown=_EXAMPLE
+        | {
+            "token": _TOKEN,
+            "command": join_script.command(_URL, _TOKEN),
+            "url": _URL,
+            "url_is_set": True,
+            "warnings": [],
+        },
     )
     def post(self, request: Request) -> Response:
         """Works in place of the registration token, for new nodes until it expires or is used up."""
@@ -201,12 +195,12 @@ def _base_url(text: str) -> str:
 class JoinTokenView(NodeView):
     """`/api/join-tokens/:id`."""
 
-    @extend_schema(
-        operation_id="join_tokens_revoke",
-        summary="Revoke a join token",
-        tags=["nodes"],
-        responses={200: rest.MessageSerializer, **refusals(401, 403, 404)},
-        examples=[message_example("join token revoked")],
+    @describe(
+        "join_tokens_revoke",
+        "Revoke a join token",
+        rest.MessageSerializer,
+        refused=(404,),
+        shown={"message": "join token revoked"},
     )
     def delete(self, request: Request, token_id: str) -> Response:
         """It admits no new node any more. Nodes that joined with it stay."""
@@ -276,16 +270,17 @@ class JoinView(NodeView):
 
     authentication_classes = [JoinAuthentication, BearerAuthentication, CookieAuthentication]
     permission_classes = [MayJoin]
+    tag = "worker"
 
 
 class ScriptView(JoinView):
     """`/join`."""
 
-    @extend_schema(
-        operation_id="join",
-        summary="Get the script that adds a machine",
-        tags=["worker"],
-        responses={(200, SCRIPT): OpenApiTypes.STR, **refusals(401, 403, 429)},
+    @describe(
+        "join",
+        "Get the script that adds a machine",
+        others={(200, SCRIPT): OpenApiTypes.STR},
+        refused=(429,),
     )
     def get(self, request: Request) -> HttpResponse:
         """A POSIX shell script that installs and starts the worker; it contains no secret.
@@ -301,11 +296,8 @@ class ScriptView(JoinView):
 class WheelView(JoinView):
     """`/join/wheel`."""
 
-    @extend_schema(
-        operation_id="join_wheel",
-        summary="Get the worker package",
-        tags=["worker"],
-        responses={(200, WHEEL): OpenApiTypes.BINARY, **refusals(401, 403, 429, 503)},
+    @describe(
+        "join_wheel", "Get the worker package", others={(200, WHEEL): OpenApiTypes.BINARY}, refused=(429,)
     )
     def get(self, request: Request) -> HttpResponse:
         """The Python wheel of the worker, as the script installs it. 503 if the server has none."""

@@ -5,20 +5,19 @@ Each command is the same import as under the routes of this product; only shapes
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import UUID as Id
 
-from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import (
     BYTES,
@@ -33,7 +32,7 @@ from localai_cluster.web.shapes import (
     field,
     mapping,
 )
-from nodes.api.base import JOB_ID, query_parameter, request_example, response_example
+from nodes.api.base import JOB_ID, ModelRoute, query_parameter
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
 from nodes.api.models import MAX_MODEL_LENGTH
 from nodes.api.sources import import_message, start_import
@@ -118,16 +117,6 @@ ESTIMATE = Shape(
 _REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
-class _GalleryView(APIView):
-    envelope = "flat"
-
-
-def _describe(operation_id: str, summary: str, answer: Any, **others: Any) -> Callable[[View], View]:
-    return extend_schema(
-        operation_id=operation_id, summary=summary, tags=["models"], responses=answer, **others
-    )
-
-
 def _repositories() -> list[Row]:
     return [
         REPOSITORY.of(url=gallery_index.public_url(gallery.url), name=gallery.name)
@@ -135,14 +124,10 @@ def _repositories() -> list[Row]:
     ]
 
 
-class AvailableModelsView(_GalleryView):
+class AvailableModelsView(ModelRoute):
     """`/models/available`."""
 
-    @_describe(
-        "models_available",
-        "List entries of the model galleries",
-        {200: AVAILABLE_MODEL.many, **flat_refusals()},
-    )
+    @describe("models_available", "List entries of the model galleries", AVAILABLE_MODEL.many)
     def get(self, request: Request) -> Response:
         """Entries as their galleries have them."""
         installed = catalogue.installed_names()
@@ -167,15 +152,10 @@ class AvailableModelsView(_GalleryView):
         )
 
 
-class ModelGalleriesView(_GalleryView):
+class ModelGalleriesView(ModelRoute):
     """`/models/galleries`."""
 
-    @_describe(
-        "models_galleries",
-        "List the model galleries",
-        {200: REPOSITORY.many, **flat_refusals()},
-        examples=[response_example([_REPOSITORY])],
-    )
+    @describe("models_galleries", "List the model galleries", REPOSITORY.many, shown=[_REPOSITORY])
     def get(self, request: Request) -> Response:
         """As they are configured, without credentials."""
         return Response(_repositories())
@@ -221,22 +201,24 @@ def _job_response(request: Request, operation_id: Id) -> Response:
     return Response(JOB_STARTED.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
 
 
-_COMMAND = {200: OpenApiResponse(JOB_STARTED.ref, "It is recorded and will be carried out.")}
-_STARTED = {200: OpenApiResponse(STARTED.ref, "It is recorded and will be carried out.")}
-_STARTED_EXAMPLE = response_example(
-    {"uuid": JOB_ID, "status": f"https://cluster.example/models/jobs/{JOB_ID}"}
+_ADMITTED = "It is recorded and will be carried out."
+_describe_import = partial(
+    describe,
+    answer=JOB_STARTED,
+    meaning=_ADMITTED,
+    refused=(400, 404, 409, 413, 502),
+    shown={"uuid": JOB_ID, "status": f"https://cluster.example/models/jobs/{JOB_ID}"},
 )
 
 
-class ApplyModelView(_GalleryView):
+class ApplyModelView(ModelRoute):
     """`/models/apply`."""
 
-    @_describe(
+    @_describe_import(
         "models_apply",
         "Install a model of a gallery",
-        {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
-        request=ApplyModelSerializer,
-        examples=[request_example({"id": "localai@qwen2.5-1.5b-instruct"}), _STARTED_EXAMPLE],
+        body=ApplyModelSerializer,
+        sent={"id": "localai@qwen2.5-1.5b-instruct"},
     )
     def post(self, request: Request) -> Response:
         """Fetches its files and defines it; a definition of that name gets a new revision."""
@@ -273,15 +255,14 @@ def reference_of(text: str) -> GalleryRef:
     return GalleryRef(gallery, name)
 
 
-class ImportUriView(_GalleryView):
+class ImportUriView(ModelRoute):
     """`/models/import-uri`."""
 
-    @_describe(
+    @_describe_import(
         "models_import_uri",
         "Import a model by its address",
-        {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
-        request=ImportUriSerializer,
-        examples=[request_example({"uri": "hf://Qwen/Qwen2.5-1.5B-Instruct-GGUF"}), _STARTED_EXAMPLE],
+        body=ImportUriSerializer,
+        sent={"uri": "hf://Qwen/Qwen2.5-1.5B-Instruct-GGUF"},
     )
     def post(self, request: Request) -> Response:
         """The same as `/api/models/import`, for every text that is accepted there."""
@@ -299,14 +280,15 @@ def _accepted_body(admission: Admission, message: str) -> Row:
     return STARTED.of(uuid=fields["jobID"], **fields)
 
 
-class InstallModelView(_GalleryView):
+class InstallModelView(ModelRoute):
     """`/api/models/install/:id`."""
 
-    @_describe(
+    @describe(
         "models_install",
         "Install a model of a gallery by its id",
-        {**_STARTED, **flat_refusals(400, 404, 409, 502)},
-        request=None,
+        STARTED,
+        meaning=_ADMITTED,
+        refused=(400, 404, 409, 502),
         parameters=[
             query_parameter("variant", {"type": "string", "maxLength": 300}, "A variant of the entry.")
         ],
@@ -319,13 +301,14 @@ class InstallModelView(_GalleryView):
         return Response(_accepted_body(admission, import_message(admission, plan.name)))
 
 
-class EstimateView(_GalleryView):
+class EstimateView(ModelRoute):
     """`/api/models/estimate/:id`."""
 
-    @_describe(
+    @describe(
         "models_estimate",
         "Estimate the memory of a gallery's model",
-        {200: ESTIMATE.ref, **flat_refusals(400, 404, 502)},
+        ESTIMATE,
+        refused=(400, 404, 502),
         parameters=[
             query_parameter("contexts", {"type": "string", "maxLength": 200}, "Numbers with commas.")
         ],
@@ -363,13 +346,14 @@ def _parse_contexts(text: str) -> list[int]:
 _TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
 
 
-class ModelsView(_GalleryView):
+class ModelsView(ModelRoute):
     """`/api/models`."""
 
-    @_describe(
+    @describe(
         "models_gallery_list",
         "List models of the galleries as the reference's pages do",
-        {200: LISTED_MODELS.ref, **flat_refusals(400)},
+        LISTED_MODELS,
+        refused=(400,),
         parameters=[
             query_parameter("term", _TEXT, "Only entries with this in name, description, tags or gallery."),
             query_parameter("tag", _TEXT, "Only entries with this tag."),

@@ -16,11 +16,10 @@ from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, names
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals, refusals
+from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import (
     Described,
     Flag,
@@ -31,7 +30,14 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import NODE_ID, NodeView, job_example, request_example, require_node_id, response_example
+from nodes.api.base import (
+    NODE_ID,
+    ModelRoute,
+    NodeView,
+    job_example,
+    require_node_id,
+    response_example,
+)
 from nodes.backends import node_commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import files, folder
@@ -106,18 +112,17 @@ _EXAMPLE = {
 _COLUMNS = ("model_name", "backend_type", "node_id", "node__name", "state", "node__status")
 
 
-class CapabilitiesView(APIView):
+class CapabilitiesView(ModelRoute):
     """`/api/models/capabilities`."""
 
-    envelope = "flat"
     permission_classes = [IsUser]
 
-    @extend_schema(
-        operation_id="models_capabilities",
-        summary="List models",
-        tags=["nodes"],
-        responses={200: MODELS.ref, **flat_refusals()},
-        examples=[response_example({"data": [_EXAMPLE], "definitionErrors": []})],
+    @describe(
+        "models_capabilities",
+        "List models",
+        MODELS,
+        shown={"data": [_EXAMPLE], "definitionErrors": []},
+        tag="nodes",
     )
     def get(self, request: Request) -> Response:
         """Every usable definition and every model of a node; files that cannot be used with their reason.
@@ -183,7 +188,6 @@ MODEL_DONE = Shape(
         field("deduplicated", FLAG, optional=True),
     ],
 )
-_REQUEST_EXAMPLE = request_example({"model_name": "minilm"})
 Messages = tuple[str, str]
 """Messages for an operation that has ended, and for an operation that is running."""
 NODE_UNLOAD_MESSAGES: Messages = "model unloaded from node", "the model is being unloaded from the node"
@@ -192,32 +196,28 @@ UNLOAD_MESSAGES: Messages = "model unloaded", "the model is being unloaded"
 DELETE_MESSAGES: Messages = "model deleted", "the model is being deleted"
 
 
-def _response_examples(ended_message: str, running_message: str) -> list[Any]:
-    return [
-        response_example(job_example(ended_message)),
-        response_example(job_example(running_message), "accepted", "202"),
-    ]
-
-
 def describe_waiting_command(
     operation_id: str,
     summary: str,
     body: type[serializers.Serializer[Any]],
-    example: Any,
     messages: Messages,
+    *,
+    key: str = "model_name",
 ) -> Callable[[View], View]:
-    """Describe a command whose response waits for the operation's end, for the API document."""
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=["nodes"],
-        request=body,
-        responses={
-            200: OpenApiResponse(MODEL_DONE.ref, "It is done."),
-            202: OpenApiResponse(MODEL_DONE.ref, "The operation is recorded and goes on."),
-            **refusals(400, 401, 403, 404, 409, 413, 502),
-        },
-        examples=[example, *_response_examples(*messages)],
+    """Describe a command whose response waits for the operation's end; `key` is the field of the model."""
+    ended_message, running_message = messages
+    return describe(
+        operation_id,
+        summary,
+        MODEL_DONE,
+        meaning="It is done.",
+        others={202: OpenApiResponse(MODEL_DONE.ref, "The operation is recorded and goes on.")},
+        refused=(400, 404, 409, 413, 502),
+        body=body,
+        sent={key: "minilm"},
+        shown=job_example(ended_message),
+        examples=[response_example(job_example(running_message), "accepted", "202")],
+        tag="nodes",
     )
 
 
@@ -340,7 +340,6 @@ class NodeModelUnloadView(_ModelView):
         "nodes_models_unload",
         "Unload a model from a node",
         UnloadReplicaSerializer,
-        _REQUEST_EXAMPLE,
         NODE_UNLOAD_MESSAGES,
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -360,7 +359,6 @@ class NodeModelDeleteView(_ModelView):
         "nodes_models_delete",
         "Delete a model's files from a node",
         DeleteModelSerializer,
-        _REQUEST_EXAMPLE,
         NODE_DELETE_MESSAGES,
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -377,7 +375,6 @@ class ModelUnloadView(_ModelView):
         "models_unload",
         "Unload a model from all nodes",
         UnloadModelSerializer,
-        _REQUEST_EXAMPLE,
         UNLOAD_MESSAGES,
     )
     def post(self, request: Request) -> Response:
@@ -392,7 +389,6 @@ class ModelDeleteView(_ModelView):
         "models_delete",
         "Delete a model's files from all nodes",
         DeleteModelSerializer,
-        _REQUEST_EXAMPLE,
         DELETE_MESSAGES,
     )
     def post(self, request: Request) -> Response:

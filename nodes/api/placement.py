@@ -11,12 +11,12 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
-from nodes.api.base import JOB_ID, MOMENT, NODE_ID, NodeView, request_example, response_example
+from nodes.api.base import JOB_ID, MOMENT, NODE_ID, request_example, response_example
 from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, check_model_name
-from nodes.api.scheduling import SchedulingRuleRequestSerializer
+from nodes.api.scheduling import SchedulingRoute, SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
 from nodes.definitions.headers import UnreadableHeader, parse_config, parse_header
 from nodes.definitions.sizes import ModelFiles
@@ -170,16 +170,16 @@ _EXPLAINED = {
 }
 
 
-class ExplainView(NodeView):
+class ExplainView(SchedulingRoute):
     """`/api/models/:model/explain`."""
 
-    @extend_schema(
-        operation_id="models_explain",
-        summary="Explain where a model runs",
-        tags=["scheduling"],
+    @describe(
+        "models_explain",
+        "Explain where a model runs",
+        EXPLAINED,
+        refused=(404, 503),
         parameters=[_MODEL],
-        responses={200: EXPLAINED.ref, **refusals(401, 403, 404, 503)},
-        examples=[response_example(_EXPLAINED)],
+        shown=_EXPLAINED,
     )
     def get(self, request: Request, model: str) -> Response:
         """Its replicas, the latest decisions with their reasons, and what the next request would find.
@@ -295,28 +295,26 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
         return attrs
 
 
-class PlanView(NodeView):
+class PlanView(SchedulingRoute):
     """`/api/placement/plan`."""
 
     most_body_bytes = MAX_BODY_BYTES
 
-    @extend_schema(
-        operation_id="placement_plan",
-        summary="Plan where replicas would go, or what a rule would do",
-        tags=["scheduling"],
-        request=PlacementPlanRequestSerializer,
-        responses={200: {"oneOf": [PLAN.ref, RULE_PLAN.ref]}, **refusals(400, 401, 403, 413, 503)},
+    @describe(
+        "placement_plan",
+        "Plan where replicas would go, or what a rule would do",
+        {"oneOf": [PLAN.ref, RULE_PLAN.ref]},
+        refused=(400, 413, 503),
+        body=PlacementPlanRequestSerializer,
+        sent={"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]},
+        shown={
+            "model": "minilm",
+            "wanted": 2,
+            "placed": 1,
+            "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
+            "memory": _MEMORY,
+        },
         examples=[
-            request_example({"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]}),
-            response_example(
-                {
-                    "model": "minilm",
-                    "wanted": 2,
-                    "placed": 1,
-                    "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
-                    "memory": _MEMORY,
-                }
-            ),
             request_example({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
             response_example(_RULE_PLAN, name="What the rule would do"),
         ],
@@ -376,16 +374,16 @@ _FIT = {
 }
 
 
-class FitView(NodeView):
+class FitView(SchedulingRoute):
     """`/api/placement/fit/:model`."""
 
-    @extend_schema(
-        operation_id="placement_fit",
-        summary="Show where a model fits",
-        tags=["scheduling"],
+    @describe(
+        "placement_fit",
+        "Show where a model fits",
+        reason_shapes.FIT,
+        refused=(404, 503),
         parameters=[_MODEL],
-        responses={200: reason_shapes.FIT.ref, **refusals(401, 403, 404, 503)},
-        examples=[response_example(_FIT)],
+        shown=_FIT,
     )
     def get(self, request: Request, model: str) -> Response:
         """Every node with the reason why it cannot take one more replica, and what placement would choose.
@@ -418,19 +416,17 @@ _FIT_SUMMARY = {
 }
 
 
-class FitsView(NodeView):
+class FitsView(SchedulingRoute):
     """`/api/placement/fit`."""
 
-    @extend_schema(
-        operation_id="placement_fits",
-        summary="Show where many models fit",
-        tags=["scheduling"],
-        request=FitRequestSerializer,
-        responses={200: reason_shapes.FIT_SUMMARIES.ref, **refusals(400, 401, 403, 503)},
-        examples=[
-            request_example({"models": ["minilm"]}),
-            response_example({"models": [_FIT_SUMMARY]}),
-        ],
+    @describe(
+        "placement_fits",
+        "Show where many models fit",
+        reason_shapes.FIT_SUMMARIES,
+        refused=(400, 503),
+        body=FitRequestSerializer,
+        sent={"models": ["minilm"]},
+        shown={"models": [_FIT_SUMMARY]},
     )
     def post(self, request: Request) -> Response:
         """How many nodes could take one more replica of each model, for a page of a list; changes nothing."""

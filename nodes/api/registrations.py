@@ -18,10 +18,8 @@ from channels.db import database_sync_to_async
 from django.conf import settings
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import (
-    OpenApiExample,
     OpenApiResponse,
     extend_schema_field,
-    extend_schema_serializer,
 )
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -33,10 +31,10 @@ from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.kit.addresses import EXPECTED_FORM
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
-from nodes.api.base import response_example
+from nodes.api.base import request_example, response_example
 from nodes.api.worker_routes import (
     INSTANCE,
     NO_CREDENTIAL,
@@ -133,13 +131,6 @@ _RUNNING = {
 _AGENT = {"name": "agent-1", "node_type": "agent", "token": "tok"}
 
 
-@extend_schema_serializer(
-    examples=[
-        OpenApiExample("A worker without a GPU", REGISTRATION, request_only=True),
-        OpenApiExample("Our worker, with what it runs", REGISTRATION | _RUNNING, request_only=True),
-        OpenApiExample("An agent", _AGENT, request_only=True),
-    ]
-)
 class RegistrationSerializer(Described, NullIsAbsent):
     """A worker's description of itself; sizes in bytes."""
 
@@ -445,33 +436,20 @@ async def _check_token(token: str, offered: str, address: str) -> None:
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
 
-def _registration_responses() -> dict[int, Any]:
-    node = {
-        "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
-        "name": "w1",
-        "node_type": "backend",
-        "status": "pending",
-        "created_at": "2026-11-21T00:09:05.820188Z",
-    }
-    agent = {"name": "agent-1", "node_type": "agent", "status": "healthy", "api_token": "lai-" + "0f" * 32}
-    nested = {"error": {"code": 401, "message": "registration token required", "type": "node_error"}}
-    return {
-        201: OpenApiResponse(
-            REGISTERED.ref,
-            "Registered; `pending` until an admin approves it.",
-            [
-                response_example(node, status="201"),
-                response_example(node | agent, "approved agent", "201"),
-            ],
-        ),
-        **refusals(400, 403, 409, 413, 429),
-        401: OpenApiResponse(
-            REGISTRATION_REFUSAL.ref,
-            "A missing or wrong token, or a join token that is revoked, expired or used up: flat for the "
-            "header's, nested for the body's.",
-            [response_example(nested, status="401")],
-        ),
-    }
+_NODE_EXAMPLE = {
+    "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
+    "name": "w1",
+    "node_type": "backend",
+    "status": "pending",
+    "created_at": "2026-11-21T00:09:05.820188Z",
+}
+_AGENT_EXAMPLE = {
+    "name": "agent-1",
+    "node_type": "agent",
+    "status": "healthy",
+    "api_token": "lai-" + "0f" * 32,
+}
+_NESTED_EXAMPLE = {"error": {"code": 401, "message": "registration token required", "type": "node_error"}}
 
 
 class RegistrationDescription(APIView):
@@ -479,20 +457,32 @@ class RegistrationDescription(APIView):
 
     authentication_classes = [RegistrationAuthentication]
     permission_classes = []
+    tag = "worker"
 
-    @extend_schema(
-        operation_id="node_register",
-        summary="Register a worker",
-        tags=["worker"],
-        request=RegistrationSerializer,
+    @describe(
+        "node_register",
+        "Register a worker",
+        REGISTERED,
+        status=201,
+        meaning="Registered; `pending` until an admin approves it.",
+        others={
+            401: OpenApiResponse(
+                REGISTRATION_REFUSAL.ref,
+                "A missing or wrong token, or a join token that is revoked, expired or used up: flat for the "
+                "header's, nested for the body's.",
+            ),
+        },
+        refused=(400, 409, 413, 429),
+        body=RegistrationSerializer,
         parameters=[SECRET, INSTANCE],
-        responses=_registration_responses(),
+        shown=_NODE_EXAMPLE,
+        examples=[
+            request_example(REGISTRATION, "A worker without a GPU"),
+            request_example(REGISTRATION | _RUNNING, "Our worker, with what it runs"),
+            request_example(_AGENT, "An agent"),
+            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE, "approved agent", "201"),
+            response_example(_NESTED_EXAMPLE, status="401"),
+        ],
     )
     def post(self, request: Request) -> None:
         """Registers a worker, or refreshes it after a restart. A new worker awaits approval."""
-
-
-def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
-    """Add the raw ASGI route to the API document: a preprocessing hook of drf-spectacular."""
-    path = "/api/node/register"
-    return [*endpoints, (path, path, "POST", RegistrationDescription.as_view())]

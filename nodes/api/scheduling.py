@@ -12,9 +12,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
-from nodes.api.base import MOMENT, NodeView, request_example, response_example
+from nodes.api.base import MOMENT, NodeView
 from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling import store
 from nodes.scheduling.rules import MAX_MODEL_LENGTH, MAX_REPLICAS, MAX_THRESHOLD, POLICIES, Rule
@@ -82,37 +82,33 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
         return schema
 
 
-class SchedulingRulesView(NodeView):
+class SchedulingRoute(NodeView):
+    """Base of routes of scheduling and placement."""
+
+    tag = "scheduling"
+
+
+class SchedulingRulesView(SchedulingRoute):
     """`/api/nodes/scheduling`."""
 
-    @extend_schema(
-        operation_id="scheduling_rules",
-        summary="List scheduling rules",
-        tags=["scheduling"],
-        responses={(200, "application/json"): store.RULE.many, **refusals(401, 403)},
-        examples=[response_example([_EXAMPLE])],
-    )
+    @describe("scheduling_rules", "List scheduling rules", store.RULE.many, shown=[_EXAMPLE])
     def get(self, request: Request) -> Response:
         """All of them, by model name."""
         return Response(store.serialize_rules(ModelSchedulingConfig.objects.all()))
 
-    @extend_schema(
-        operation_id="scheduling_rules_set",
-        summary="Set a model's scheduling rule",
-        tags=["scheduling"],
-        request=SchedulingRuleRequestSerializer,
-        responses={200: store.RULE.ref, **refusals(400, 401, 403, 413)},
-        examples=[
-            request_example(
-                {
-                    "model_name": "minilm",
-                    "node_selector": {"tier": "fast"},
-                    "min_replicas": 1,
-                    "max_replicas": 2,
-                }
-            ),
-            response_example(_EXAMPLE),
-        ],
+    @describe(
+        "scheduling_rules_set",
+        "Set a model's scheduling rule",
+        store.RULE,
+        refused=(400, 413),
+        body=SchedulingRuleRequestSerializer,
+        sent={
+            "model_name": "minilm",
+            "node_selector": {"tier": "fast"},
+            "min_replicas": 1,
+            "max_replicas": 2,
+        },
+        shown=_EXAMPLE,
     )
     def post(self, request: Request) -> Response:
         """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
@@ -120,16 +116,16 @@ class SchedulingRulesView(NodeView):
         return Response(store.set_rule(Rule(**({"model_name": ""} | body)), clock.now()))
 
 
-class SchedulingRuleView(NodeView):
+class SchedulingRuleView(SchedulingRoute):
     """`/api/nodes/scheduling/:model`."""
 
-    @extend_schema(
-        operation_id="scheduling_rules_show",
-        summary="Show a model's scheduling rule",
-        tags=["scheduling"],
+    @describe(
+        "scheduling_rules_show",
+        "Show a model's scheduling rule",
+        store.RULE,
+        refused=(404,),
         parameters=[_MODEL],
-        responses={200: store.RULE.ref, **refusals(401, 403, 404)},
-        examples=[response_example(_EXAMPLE)],
+        shown=_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
         """404 if the model has none."""
@@ -138,13 +134,7 @@ class SchedulingRuleView(NodeView):
             raise errors.NotFound("there is no scheduling rule for this model")
         return Response(rule)
 
-    @extend_schema(
-        operation_id="scheduling_rules_delete",
-        summary="Delete a model's scheduling rule",
-        tags=["scheduling"],
-        parameters=[_MODEL],
-        responses={204: None, **refusals(401, 403)},
-    )
+    @describe("scheduling_rules_delete", "Delete a model's scheduling rule", status=204, parameters=[_MODEL])
     def delete(self, request: Request, model: str) -> Response:
         """Succeeds also if the model has none."""
         store.delete_rule(model, clock.now())

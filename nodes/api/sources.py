@@ -2,18 +2,21 @@
 
 from typing import Any
 
-from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Conflict
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field
-from nodes.api.base import NODE_ID, job_example, query_parameter, request_example, response_example
+from nodes.api.base import (
+    NODE_ID,
+    ModelRoute,
+    job_example,
+    query_parameter,
+)
 from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
 from nodes.api.models import MAX_MODEL_LENGTH, check_model_name
 from nodes.definitions.files import MAX_FILE_BYTES
@@ -135,24 +138,21 @@ class ImportSerializer(InspectSerializer):
         return None if name is None else check_model_name(name)
 
 
-class _SourceView(APIView):
-    envelope = "flat"
+class _SourceView(ModelRoute):
     most_body_bytes = 4 * MAX_FILE_BYTES
 
 
 class InspectView(_SourceView):
     """`/api/sources/inspect`."""
 
-    @extend_schema(
-        operation_id="sources_inspect",
-        summary="Show what a text means, and where its model fits",
-        tags=["models"],
-        request=InspectSerializer,
-        responses={200: inspection.INSPECTION.ref, **flat_refusals(400, 404, 413, 502)},
-        examples=[
-            request_example({"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF"}),
-            response_example(_INSPECTED),
-        ],
+    @describe(
+        "sources_inspect",
+        "Show what a text means, and where its model fits",
+        inspection.INSPECTION,
+        refused=(400, 404, 413, 502),
+        body=InspectSerializer,
+        sent={"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF"},
+        shown=_INSPECTED,
     )
     def post(self, request: Request) -> Response:
         """Reads the source, at most 16 MiB of a model's file; nothing is saved.
@@ -167,23 +167,17 @@ class InspectView(_SourceView):
 class ImportView(_SourceView):
     """`/api/models/import`."""
 
-    @extend_schema(
-        operation_id="models_import",
-        summary="Import a model",
-        tags=["models"],
-        request=ImportSerializer,
-        responses={
-            202: OpenApiResponse(IMPORT_STARTED.ref, "The import is recorded and goes on."),
-            **flat_refusals(400, 404, 409, 413, 502),
-        },
-        examples=[
-            request_example({"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF", "variant": "Q4_K_M", "load": True}),
-            response_example(
-                job_example("the import of Qwen2.5-1.5B-Instruct has begun", "/api/models/job")
-                | {"model": "Qwen2.5-1.5B-Instruct", "deduplicated": False},
-                status="202",
-            ),
-        ],
+    @describe(
+        "models_import",
+        "Import a model",
+        IMPORT_STARTED,
+        status=202,
+        meaning="The import is recorded and goes on.",
+        refused=(400, 404, 409, 413, 502),
+        body=ImportSerializer,
+        sent={"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF", "variant": "Q4_K_M", "load": True},
+        shown=job_example("the import of Qwen2.5-1.5B-Instruct has begun", "/api/models/job")
+        | {"model": "Qwen2.5-1.5B-Instruct", "deduplicated": False},
     )
     def post(self, request: Request) -> Response:
         """Fetches the files of a variant, then defines the model; an import that is under way is joined.
@@ -231,10 +225,11 @@ def import_body(admission: Admission, model: str) -> dict[str, Any]:
 class CatalogueView(_SourceView):
     """`/api/catalogue`."""
 
-    @extend_schema(
-        operation_id="catalogue_list",
-        summary="List models of the galleries",
-        tags=["models"],
+    @describe(
+        "catalogue_list",
+        "List models of the galleries",
+        CATALOGUE,
+        refused=(400,),
         parameters=[
             query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
             query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
@@ -249,21 +244,16 @@ class CatalogueView(_SourceView):
                 "items", _PAGE_NUMBER | {"maximum": MAX_ITEMS, "default": DEFAULT_ITEMS}, "Models on a page."
             ),
         ],
-        responses={200: CATALOGUE.ref, **flat_refusals(400)},
-        examples=[
-            response_example(
-                {
-                    "models": [_ENTRY],
-                    "total": 1,
-                    "page": 1,
-                    "items": DEFAULT_ITEMS,
-                    "tasks": ["chat"],
-                    "licences": ["apache-2.0"],
-                    "galleries": ["localai"],
-                    "gallery_errors": [],
-                }
-            )
-        ],
+        shown={
+            "models": [_ENTRY],
+            "total": 1,
+            "page": 1,
+            "items": DEFAULT_ITEMS,
+            "tasks": ["chat"],
+            "licences": ["apache-2.0"],
+            "galleries": ["localai"],
+            "gallery_errors": [],
+        },
     )
     def get(self, request: Request) -> Response:
         """The galleries are read at most once a minute; 503 if none can be read."""

@@ -8,6 +8,7 @@ from rest_framework.request import Request
 
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit.logs import request_id
+from localai_cluster.web.envelopes import FlatView
 from localai_cluster.web.rest import NullIsAbsent, Text
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, UUID, Shape, field
 from operations.changes.feed import FIELDS, INTEGER, OPERATION, TARGET
@@ -82,6 +83,12 @@ JOB_STATUS = Shape(
         field("nodes", TARGET.many, optional=True),
     ],
 )
+
+
+class OperationRoute(FlatView):
+    """Base of routes of operations."""
+
+    tag = "operations"
 
 
 MAX_NODES = 2000
