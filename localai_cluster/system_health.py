@@ -253,21 +253,11 @@ def _text(at: datetime | None) -> str | None:
 
 
 def _part(part: Verdict) -> Row:
-    return PART.of(
-        id=part.id, name=part.name, state=part.state, text=part.text, hint=part.hint, since=_text(part.since)
-    )
+    return PART.of_object(part, since=_text(part.since))
 
 
 def _schedule(schedule: Schedule) -> Row:
-    return SCHEDULE.of(
-        id=schedule.id,
-        name=schedule.name,
-        cron=schedule.cron,
-        paused=schedule.paused,
-        next_run=_text(schedule.next_run),
-        last_run=_text(schedule.last_run),
-        last_ok=schedule.last_ok,
-    )
+    return SCHEDULE.of_object(schedule, next_run=_text(schedule.next_run), last_run=_text(schedule.last_run))
 
 
 def _process(process: Process) -> Row:

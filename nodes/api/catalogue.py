@@ -325,19 +325,11 @@ class AvailableView(BackendRoute):
 
 
 def _available_row(build: GalleryEntry, installed: bool) -> Row:
-    return AVAILABLE_BACKEND.of(
-        name=build.name,
+    return AVAILABLE_BACKEND.of_object(
+        build,
         gallery=REPOSITORY.of(url=gallery_index.public_url(build.gallery.url), name=build.gallery.name),
         installed=installed,
-        alias=build.alias,
-        description=build.description,
-        icon=build.icon,
-        license=build.license,
         uri=gallery_index.public_url(build.uri),
-        version=build.version,
-        sha256=build.sha256,
-        urls=list(build.urls),
-        tags=list(build.tags),
         mirrors=[gallery_index.public_url(mirror) for mirror in build.mirrors],
         capabilities=dict(build.capabilities or {}),
     )

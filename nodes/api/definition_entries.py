@@ -72,17 +72,13 @@ class DefinitionEntry:
 
     def summary(self, size: int, actor: str) -> Row:
         definition = self.definition
-        return SUMMARY.of(
-            name=self.name,
+        return SUMMARY.of_object(
+            self,
             backend=definition.backend if definition is not None else "",
             model=definition.model if definition is not None else "",
-            origin=self.origin,
-            state=self.state,
-            revision=self.revision,
             size=size,
             context_size=definition.options.get("ContextSize") if definition is not None else None,
             use_cases=list(definition.use_cases) if definition is not None else [],
-            updated_at=self.updated_at,
             actor=actor,
             problem=names.to_single_line(str(self.error or "")),
         )
@@ -151,18 +147,14 @@ def definition_detail(name: str) -> Row:
         *schema.check_text(text, SOURCE_PREFIX).warnings,
         *([f"the models folder {problem}"] * bool(problem)),
     ]
-    return DETAIL.of(
+    return DETAIL.of_object(
+        entry,
         name=name,
         text=text,
-        origin=entry.origin,
-        state=entry.state,
         shadowed=entry.state == "shadowed",
-        file=entry.file,
-        revision=entry.revision,
         form=FORM.of(**edit.form_of(own)) if own is not None else None,
         size=sum(size for _, size in files),
         files=_file_rows(own, files, problem) if own is not None else [],
-        updated_at=entry.updated_at,
         actor=actors_of([entry]).get(name, ""),
         warnings=warnings,
         error=names.to_single_line(str(error or "")),

@@ -377,14 +377,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
         return Response(
             REVISIONS.of(
                 revisions=[
-                    REVISION.of(
-                        number=revision.number,
-                        actor=revision.actor,
-                        at=revision.at,
-                        reason=revision.reason,
-                        origin=revision.origin,
-                        diff=diff,
-                    )
+                    REVISION.of_object(revision, diff=diff)
                     for revision, diff in zip(shown, store.diffs(shown), strict=True)
                 ],
                 total=total,

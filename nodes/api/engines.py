@@ -290,14 +290,8 @@ async def _read_status(engine: _Engine) -> dict[str, Any]:
         problem = error.message
     finally:
         await client.close()
-    return ENGINE_STATUS.of(
-        node_id=str(engine.node_id),
-        node_name=engine.node_name,
-        replica_index=engine.replica_index,
-        in_flight=engine.in_flight,
-        state=state,
-        memory=memory,
-        error=problem,
+    return ENGINE_STATUS.of_object(
+        engine, node_id=str(engine.node_id), state=state, memory=memory, error=problem
     )
 
 

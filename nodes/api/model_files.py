@@ -178,9 +178,7 @@ class _StorageLocation:
             node_id=str(self.node_id) if self.node_id else None,
             node_name=self.node_name,
             total=sum(file.size for file in self.files),
-            files=[
-                FILE.of(path=file.path, size=file.size, modified_at=file.modified_at) for file in self.files
-            ],
+            files=[FILE.of_object(file) for file in self.files],
             problem=self.problem,
         )
 

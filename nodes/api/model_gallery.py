@@ -133,19 +133,13 @@ class AvailableModelsView(ModelRoute):
         installed = catalogue.installed_names()
         return Response(
             [
-                AVAILABLE_MODEL.of(
-                    name=entry.name,
+                AVAILABLE_MODEL.of_object(
+                    entry,
                     gallery=REPOSITORY.of(
                         url=gallery_index.public_url(entry.gallery.url), name=entry.gallery.name
                     ),
                     installed=folded(entry.name) in installed,
                     url=gallery_index.public_url(entry.config_url or entry.uri),
-                    description=entry.description,
-                    license=entry.license,
-                    icon=entry.icon,
-                    size=entry.size,
-                    urls=list(entry.urls),
-                    tags=list(entry.tags),
                 )
                 for entry in catalogue.readable_offer().builds
             ]
@@ -430,14 +424,9 @@ def _backend_of(entry: GalleryEntry) -> str:
 
 def _listed_row(entry: GalleryEntry, installed: set[str], jobs: dict[str, str]) -> Row:
     job = jobs.get(folded(entry.name), "")
-    return LISTED_MODEL.of(
+    return LISTED_MODEL.of_object(
+        entry,
         id=catalogue.entry_id(entry),
-        name=entry.name,
-        description=entry.description,
-        icon=entry.icon,
-        license=entry.license,
-        urls=list(entry.urls),
-        tags=list(entry.tags),
         gallery=entry.gallery.name,
         installed=folded(entry.name) in installed,
         processing=bool(job),

@@ -231,10 +231,9 @@ class _NodeColumns:
         """Return the node as the overview shows it."""
         limit = min(self.vram_budget_bytes or self.total_vram, self.total_vram)
         busy = [gpu["utilization"] for gpu in self.gpus if gpu.get("utilization") is not None]
-        return STRIP_NODE.of(
+        return STRIP_NODE.of_object(
+            self,
             id=str(self.id),
-            name=self.name,
-            status=self.status,
             gpus=len(self.gpus),
             busy=round(sum(busy) / len(busy), 1) if busy else None,
             vram_used=max(limit - self.available_vram, 0),

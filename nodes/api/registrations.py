@@ -375,13 +375,8 @@ class RegistrationApplication:
             )
         )
         node, credentials = registered.node, registered.credentials
-        return REGISTERED.of(
-            id=node.id,
-            name=node.name,
-            node_type=node.node_type,
-            status=node.status,
-            created_at=node.created_at,
-            fingerprint=node.fingerprint,
+        return REGISTERED.of_object(
+            node,
             api_token=registered.api_token,
             nats_jwt=credentials.jwt if credentials else "",
             nats_user_seed=credentials.seed if credentials else "",

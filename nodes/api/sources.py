@@ -260,14 +260,11 @@ class CatalogueView(_SourceView):
         query = _catalogue_query(request)
         page = catalogue.read(query, clock.now())
         return Response(
-            CATALOGUE.of(
+            CATALOGUE.of_object(
+                page,
                 models=page.rows,
-                total=page.total,
                 page=query.page,
                 items=query.items,
-                tasks=page.tasks,
-                licences=page.licences,
-                galleries=page.galleries,
                 gallery_errors=gallery_errors(page.offer),
             )
         )

@@ -131,19 +131,15 @@ def status_of(operation: Operation) -> dict[str, Any]:
     parts = list(operation.targets.all())
     total, current = operation.total_bytes, operation.current_bytes
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
-    return shapes.JOB_STATUS.of(
+    return shapes.JOB_STATUS.of_object(
+        operation,
         deletion=feed.facts_of(operation).is_deletion,
         file_name=next(filter(None, under_way), ""),
         processed=operation.status in TERMINAL,
-        message=operation.message,
-        progress=operation.progress,
         file_size=human_bytes(total) if total else "",
         downloaded_size=human_bytes(current) if current else "",
         gallery_element_name=operation.element,
         cancelled=operation.status == Status.CANCELLED,
-        cancellable=operation.cancellable,
-        error=operation.error,
-        phase=operation.phase,
         current_bytes=current,
         total_bytes=total,
         nodes=[feed.target_as_dict(part) for part in parts],
