@@ -1,5 +1,6 @@
 """Helpers of the routes for admins: error envelope, node ids, actor, and parts of the API document."""
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -66,6 +67,32 @@ def edit_arguments(request: Request) -> dict[str, Any]:
 
 def query_parameter(name: str, schema: Schema, meaning: str, **options: Any) -> OpenApiParameter:
     return OpenApiParameter(name, schema, OpenApiParameter.QUERY, description=meaning, **options)
+
+
+def read_query(request: Request, parameters: Sequence[OpenApiParameter]) -> dict[str, Any]:
+    """Return the query parameters, parsed by their schemas; an absent one has its default, or is empty.
+
+    Raises InvalidInput with the name of a wrong or unknown one.
+    """
+    schemas = {entry.name: entry.type for entry in parameters if entry.location == OpenApiParameter.QUERY}
+    query = listing.Parameters(request.query_params, *schemas)
+    return {name: _parse_parameter(query, name, schema) for name, schema in schemas.items()}
+
+
+def _parse_parameter(query: listing.Parameters, name: str, schema: Any) -> Any:
+    match schema:
+        case {"type": "integer", "minimum": least, "maximum": most}:
+            number = query.number(name, least, most)
+            return schema.get("default") if number is None else number
+        case {"type": "integer", "enum": choices}:
+            return query.number(name, min(choices), max(choices))
+        case {"type": "boolean"}:
+            return query.choice(name, ("true", "false")) == "true"
+        case {"enum": choices}:
+            return query.choice(name, choices)
+        case {"format": "date-time"}:
+            return query.moment(name)
+    return query.text(name, schema.get("maxLength", listing.MAX_SEARCH_LENGTH))
 
 
 def enum_schema(values: list[str] | tuple[str, ...]) -> Schema:

@@ -4,8 +4,7 @@ Responses use stored rows and galleries read at most a minute ago, so a slow wor
 refresh old inventories in the background.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rest_framework.request import Request
@@ -16,9 +15,18 @@ from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import JOB_ID, NODE_ID, BackendRoute, enum_schema, query_parameter
+from nodes.api.base import (
+    JOB_ID,
+    NODE_ID,
+    BackendRoute,
+    enum_schema,
+    integer_schema,
+    query_parameter,
+    read_query,
+    text_schema,
+)
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 
 INVENTORY_MAX_AGE = 300.0
 """Seconds after which a request for the catalogue refreshes a node's inventory."""
@@ -65,24 +73,14 @@ CATALOGUE = Shape(
         field("preferDevelopmentBackends", FLAG),
     ],
 )
-_SEARCH = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
+_SEARCH = text_schema(MAX_SEARCH_LENGTH)
 _PARAMETERS = [
     query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
     query_parameter("tag", _SEARCH, "Only entries with this tag."),
-    query_parameter(
-        "page", {"type": "integer", "minimum": 1, "maximum": FARTHEST, "default": 1}, "Which page."
-    ),
-    query_parameter(
-        "items",
-        {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
-        "Entries on a page.",
-    ),
-    query_parameter(
-        "sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."
-    ),
-    query_parameter(
-        "order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."
-    ),
+    query_parameter("page", integer_schema(1, FARTHEST, 1), "Which page."),
+    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Entries on a page."),
+    query_parameter("sort", enum_schema(SORTS), "The order; `status` has installed ones first."),
+    query_parameter("order", enum_schema(DIRECTIONS) | {"default": "asc"}, "Or turned round."),
 ]
 _EXAMPLE = {
     "backends": [
@@ -134,41 +132,30 @@ _EXAMPLE = {
 }
 
 
-@dataclass(frozen=True)
-class CatalogueQuery:
-    """Filter, order and page of the catalogue."""
+def page_fields(entries: int, page: int, items: int) -> Row:
+    """Return the numbers of this page and its neighbours."""
+    pages = -(-entries // items)
+    return {
+        "currentPage": page,
+        "totalPages": pages,
+        "prevPage": max(page - 1, 1),
+        "nextPage": min(page + 1, max(pages, 1)),
+    }
 
-    term: str
-    tag: str
-    page: int
-    items: int
-    sort: str
-    descending: bool
 
-    def filter_and_sort(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the matching entries in the requested order, by default in the order of the galleries."""
-        matches = [entry for entry in entries if self._matches(entry)]
-        if self.sort:
-            matches.sort(key=_ORDERS["name"])
-            matches.sort(key=_ORDERS[self.sort], reverse=self.descending)
-        return matches
+def _select(entries: Sequence[Entry], query: Mapping[str, Any]) -> list[Entry]:
+    """Return the matching entries in the requested order, by default in the order of the galleries."""
+    matches = [entry for entry in entries if _matches(entry, query["term"], query["tag"])]
+    if query["sort"]:
+        matches.sort(key=_ORDERS["name"])
+        matches.sort(key=_ORDERS[query["sort"]], reverse=query["order"] == "desc")
+    return matches
 
-    def _matches(self, entry: Entry) -> bool:
-        text = "\n".join((entry["name"], entry["description"], entry["gallery"], *entry["tags"]))
-        tags = {tag.casefold() for tag in entry["tags"]}
-        return self.term in text.casefold() and (not self.tag or self.tag in tags)
 
-    def page_body(self, entries: Sequence[Entry]) -> Entry:
-        """Return the page as a response body, with the numbers of the neighbouring pages."""
-        pages = -(-len(entries) // self.items)
-        first = (self.page - 1) * self.items
-        return {
-            "backends": entries[first : first + self.items],
-            "currentPage": self.page,
-            "totalPages": pages,
-            "prevPage": max(self.page - 1, 1),
-            "nextPage": min(self.page + 1, max(pages, 1)),
-        }
+def _matches(entry: Entry, term: str, tag: str) -> bool:
+    text = "\n".join((entry["name"], entry["description"], entry["gallery"], *entry["tags"]))
+    tags = {each.casefold() for each in entry["tags"]}
+    return term.casefold() in text.casefold() and (not tag or tag.casefold() in tags)
 
 
 _ORDERS: dict[str, Callable[[Entry], Any]] = {
@@ -177,19 +164,6 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
     "license": lambda entry: entry["license"].casefold(),
     "status": lambda entry: not entry["installed"],
 }
-
-
-def parse_query(request: Request) -> CatalogueQuery:
-    """Parse the query parameters. Raise InvalidInput with the name of a wrong one."""
-    parameters = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
-    return CatalogueQuery(
-        term=parameters.text("term", MAX_SEARCH_LENGTH).casefold(),
-        tag=parameters.text("tag", MAX_SEARCH_LENGTH).casefold(),
-        page=parameters.number("page", 1, FARTHEST) or 1,
-        items=parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS,
-        sort=parameters.choice("sort", SORTS),
-        descending=parameters.choice("order", DIRECTIONS) == "desc",
-    )
 
 
 _checked_fingerprint = ""
@@ -248,16 +222,18 @@ class BackendsView(BackendRoute):
 
         503 if no gallery can be read.
         """
-        catalogue_query = parse_query(request)
+        query = read_query(request, _PARAMETERS)
+        page, items = query["page"], query["items"]
         offer = read_galleries()
         inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
         nodes_by_capability = catalogue.count_by_capability()
         listed = catalogue.entries(offer.builds, installed, running, nodes_by_capability)
-        chosen = catalogue_query.filter_and_sort(listed)
+        chosen = _select(listed, query)
         return Response(
             CATALOGUE.of(
-                **catalogue_query.page_body(chosen),
+                **page_fields(len(chosen), page, items),
+                backends=chosen[(page - 1) * items : page * items],
                 repositories=repository_rows(),
                 nodesByCapability=nodes_by_capability,
                 allTags=sorted({tag for build in offer.builds for tag in build.tags}),

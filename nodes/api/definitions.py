@@ -19,13 +19,14 @@ from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import validate_body
-from localai_cluster.web.shapes import TEXT, Row
+from localai_cluster.web.shapes import FLAG, TEXT, Row
 from nodes.api import definition_entries
 from nodes.api.base import (
     ModelRoute,
     integer_schema,
     job_example,
     query_parameter,
+    read_query,
     response_example,
 )
 from nodes.api.definition_shapes import (
@@ -35,13 +36,11 @@ from nodes.api.definition_shapes import (
     FORM_EXAMPLE,
     MOMENT_EXAMPLE,
     ORIGIN,
-    ORIGINS,
     PREVIEW,
     REMOVAL,
     REVISION,
     REVISIONS,
     STATE,
-    STATES,
     SUMMARY_EXAMPLE,
     YAML_EXAMPLE,
     DefinitionCloneSerializer,
@@ -56,7 +55,7 @@ from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading import definition_preview, definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST
 from operations.api.serializers import job_fields, requester_of
 
 MAX_ITEMS, DEFAULT_ITEMS = 1000, 100
@@ -65,6 +64,23 @@ MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
 _MODEL = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
+_PAGE_NUMBER = query_parameter("page", integer_schema(1, FARTHEST, 1), "The page.")
+_LIST = [
+    query_parameter("term", TEXT, "Part of the name, backend or model."),
+    query_parameter("origin", ORIGIN, "Where it comes from."),
+    query_parameter("state", STATE, "Its state."),
+    _PAGE_NUMBER,
+    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
+]
+_DELETION = [
+    _MODEL,
+    query_parameter("files", FLAG, "Also delete the files that no other definition names."),
+]
+_REVISION_PAGE = [
+    _MODEL,
+    _PAGE_NUMBER,
+    query_parameter("items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."),
+]
 
 
 class _DefinitionRoute(ModelRoute):
@@ -98,13 +114,7 @@ class DefinitionsView(_DefinitionRoute):
         "List model definitions",
         DEFINITIONS,
         refused=(400,),
-        parameters=[
-            query_parameter("term", TEXT, "Part of the name, backend or model."),
-            query_parameter("origin", ORIGIN, "Where it comes from."),
-            query_parameter("state", STATE, "Its state."),
-            query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
-            query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
-        ],
+        parameters=_LIST,
         shown={
             "definitions": [SUMMARY_EXAMPLE],
             "total": 1,
@@ -117,16 +127,13 @@ class DefinitionsView(_DefinitionRoute):
     )
     def get(self, request: Request) -> Response:
         """Those of files and stored ones, by name, in a constant number of queries."""
-        parameters = Parameters(request.query_params, "term", "origin", "state", "page", "items")
-        term = parameters.text("term", MAX_SEARCH_LENGTH).casefold()
-        origin, state = parameters.choice("origin", ORIGINS), parameters.choice("state", STATES)
-        page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS
+        query = read_query(request, _LIST)
+        term, page, items = query["term"].casefold(), query["page"], query["items"]
         entries = [
             entry
             for entry in definition_entries.read_entries()
-            if origin in ("", entry.origin)
-            and state in ("", entry.state)
+            if query["origin"] in ("", entry.origin)
+            and query["state"] in ("", entry.state)
             and (not term or entry.contains(term))
         ]
         shown = entries[(page - 1) * items : page * items]
@@ -253,12 +260,7 @@ class DefinitionView(_DefinitionRoute):
         status=202,
         meaning="The operation is recorded.",
         refused=(400, 404, 409),
-        parameters=[
-            _MODEL,
-            query_parameter(
-                "files", {"type": "boolean"}, "Also delete the files that no other definition names."
-            ),
-        ],
+        parameters=_DELETION,
         examples=[
             response_example(
                 job_example("the definition is being deleted") | {"deduplicated": False}, "accepted", "202"
@@ -267,7 +269,7 @@ class DefinitionView(_DefinitionRoute):
     )
     def delete(self, request: Request, name: str) -> Response:
         """Unloads the model first. 409 for a model that only a file defines: remove that file."""
-        with_files = Parameters(request.query_params, "files").choice("files", ("true", "false")) == "true"
+        with_files = read_query(request, _DELETION)["files"]
         return Response(remove(request, name, with_files=with_files), status=202)
 
 
@@ -341,13 +343,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
         "List the revisions of a definition",
         REVISIONS,
         refused=(400, 404),
-        parameters=[
-            _MODEL,
-            query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
-            query_parameter(
-                "items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."
-            ),
-        ],
+        parameters=_REVISION_PAGE,
         shown={
             "revisions": [
                 {
@@ -366,9 +362,8 @@ class DefinitionRevisionsView(_DefinitionRoute):
     )
     def get(self, request: Request, name: str) -> Response:
         """Who changed what, when and why, the newest first; none for a model that a file defines."""
-        parameters = Parameters(request.query_params, "page", "items")
-        page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MAX_REVISIONS) or DEFAULT_REVISIONS
+        query = read_query(request, _REVISION_PAGE)
+        page, items = query["page"], query["items"]
         revisions = store.revisions_of(name)
         total = revisions.count()
         if not total:

@@ -32,6 +32,7 @@ from nodes.api.base import (
     NODE_ID,
     NodeView,
     query_parameter,
+    read_query,
     require_node_id,
     text_schema,
 )
@@ -54,7 +55,6 @@ from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import dial_targets
-from nodes.registry.listing import Parameters
 from nodes.replicas import fleet_queries, unload_requests
 from operations.api.serializers import requester_of
 from operations.ledger.admission import OperationRequest, admit
@@ -100,6 +100,7 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
+_MONITORED = [query_parameter("model", text_schema(MAX_MODEL_LENGTH), "Which model.", required=True)]
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITOR_EXAMPLE = {
     "state": 2,
@@ -240,13 +241,13 @@ class MonitorView(APIView):
         "Show a model's engines",
         MONITOR,
         refused=(400, 404, 502),
-        parameters=[query_parameter("model", text_schema(MAX_MODEL_LENGTH), "Which model.", required=True)],
+        parameters=_MONITORED,
         shown=_MONITOR_EXAMPLE,
         tag="nodes",
     )
     def get(self, request: Request) -> Response:
         """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
-        model = Parameters(request.query_params, "model").text("model", MAX_MODEL_LENGTH)
+        model = read_query(request, _MONITORED)["model"]
         if not model:
             raise errors.InvalidInput("model is required", field="model")
         engines = _find_engines(model)

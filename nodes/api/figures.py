@@ -1,6 +1,6 @@
 """`GET /api/figures`: figures over time of the cluster, a node or a model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -18,6 +18,7 @@ from nodes.api.base import (
     NodeView,
     enum_schema,
     query_parameter,
+    read_query,
     text_schema,
 )
 from nodes.api.worker_routes import parse_node_id
@@ -25,7 +26,6 @@ from nodes.figures import series, store
 from nodes.figures.series import DAY, HOUR, MINUTE, SECOND, Columns
 from nodes.figures.store import Span
 from nodes.models import BackendNode, NodeEvent, NodeModel
-from nodes.registry import listing
 
 STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
 DEFAULT_POINTS, MAX_POINTS = 400, 1500
@@ -111,6 +111,18 @@ _EXAMPLE = {
     ],
     "events": [{"at": MOMENT, "kind": "drained", "node_id": NODE_ID, "node_name": "gpu-a"}],
 }
+_PARAMETERS = [
+    query_parameter("scope", enum_schema(SCOPES), "What they are of.", required=True),
+    query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
+    query_parameter("from", TIME, "The beginning; an hour before `to` unless given, a year ago at most."),
+    query_parameter("to", TIME, "The end; now unless given."),
+    query_parameter(
+        "step",
+        {"type": "integer", "enum": list(STEPS)},
+        f"Seconds; at most {MAX_POINTS} steps. Unless given, the least that is kept for the time and"
+        f" has at most {DEFAULT_POINTS} steps.",
+    ),
+]
 
 
 class FiguresView(NodeView):
@@ -121,29 +133,15 @@ class FiguresView(NodeView):
         "Show figures over time",
         FIGURES,
         refused=(400, 404),
-        parameters=[
-            query_parameter("scope", enum_schema(SCOPES), "What they are of.", required=True),
-            query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
-            query_parameter(
-                "from", TIME, "The beginning; an hour before `to` unless given, a year ago at most."
-            ),
-            query_parameter("to", TIME, "The end; now unless given."),
-            query_parameter(
-                "step",
-                {"type": "integer", "enum": list(STEPS)},
-                f"Seconds; at most {MAX_POINTS} steps. Unless given, the least that is kept for the time and"
-                f" has at most {DEFAULT_POINTS} steps.",
-            ),
-        ],
+        parameters=_PARAMETERS,
         shown=_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
         """10-second values are kept for an hour, minutes for two days, hours for a year."""
-        parameters = listing.Parameters(request.query_params, "scope", "name", "from", "to", "step")
-        scope = parameters.choice("scope", SCOPES)
-        name, node_id, subjects = _subjects(scope, parameters.text("name", 255))
-        now = clock.now()
-        span = _parse_span(parameters, now)
+        query, now = read_query(request, _PARAMETERS), clock.now()
+        scope = query["scope"]
+        name, node_id, subjects = _subjects(scope, query["name"])
+        span = _parse_span(query, now)
         columns: Columns = (
             {} if scope == "node" else {name: [None] * span.count for name in series.COUNTED_FIGURES}
         )
@@ -178,14 +176,14 @@ def _subjects(scope: str, name: str) -> tuple[str, UUID | None, list[str]]:
     return node[1], node[0], [f"{series.NODE_PREFIX}{node[0]}"]
 
 
-def _parse_span(parameters: listing.Parameters, now: datetime) -> Span:
+def _parse_span(query: Mapping[str, Any], now: datetime) -> Span:
     """Return the requested grid. Raise InvalidInput with the name of the wrong parameter."""
-    until, since = parameters.moment("to"), parameters.moment("from")
+    until, since = query["to"], query["from"]
     end = now if until is None or until > now else until
     start = end - HOUR if since is None else since
     if not now - MAX_AGE <= start < end:
         raise errors.InvalidInput("from must be before to and now, and at most a year ago", field="from")
-    seconds = parameters.number("step", STEPS[0], STEPS[-1]) or _default_step(end - start, now - start)
+    seconds = query["step"] or _default_step(end - start, now - start)
     if seconds not in STEPS:
         raise errors.InvalidInput(f"step must be one of {', '.join(map(str, STEPS))}", field="step")
     step = timedelta(seconds=seconds)

@@ -32,11 +32,19 @@ from localai_cluster.web.shapes import (
     field,
     mapping,
 )
-from nodes.api.base import JOB_ID, ModelRoute, query_parameter
-from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
+from nodes.api.base import (
+    JOB_ID,
+    ModelRoute,
+    enum_schema,
+    integer_schema,
+    query_parameter,
+    read_query,
+    text_schema,
+)
+from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS, page_fields
 from nodes.api.models import MAX_MODEL_LENGTH
 from nodes.api.sources import import_message, start_import
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
 from operations.api.serializers import STARTED, job_fields
@@ -274,6 +282,10 @@ def _accepted_body(admission: Admission, message: str) -> Row:
     return STARTED.of(uuid=fields["jobID"], **fields)
 
 
+_INSTALLATION = [query_parameter("variant", TEXT | {"maxLength": 300}, "A variant of the entry.")]
+_ESTIMATE = [query_parameter("contexts", TEXT | {"maxLength": 200}, "Numbers with commas.")]
+
+
 class InstallModelView(ModelRoute):
     """`/api/models/install/:id`."""
 
@@ -283,13 +295,11 @@ class InstallModelView(ModelRoute):
         STARTED,
         meaning=_ADMITTED,
         refused=(400, 404, 409, 502),
-        parameters=[
-            query_parameter("variant", {"type": "string", "maxLength": 300}, "A variant of the entry.")
-        ],
+        parameters=_INSTALLATION,
     )
     def post(self, request: Request, id: str) -> Response:
         """Fetches its files and defines it. An unknown variant is refused, never replaced by another one."""
-        variant = Parameters(request.query_params, "variant").text("variant", 300)
+        variant = read_query(request, _INSTALLATION)["variant"]
         plan = inspection.plan_entry(galleries.find(reference_of(id)), variant=variant)
         admission = start_import(request, plan)
         return Response(_accepted_body(admission, import_message(admission, plan.name)))
@@ -303,13 +313,11 @@ class EstimateView(ModelRoute):
         "Estimate the memory of a gallery's model",
         ESTIMATE,
         refused=(400, 404, 502),
-        parameters=[
-            query_parameter("contexts", {"type": "string", "maxLength": 200}, "Numbers with commas.")
-        ],
+        parameters=_ESTIMATE,
     )
     def get(self, request: Request, id: str) -> Response:
         """By the header of its file; the memory is that of a node with a GPU."""
-        contexts = _parse_contexts(Parameters(request.query_params, "contexts").text("contexts", 200))
+        contexts = _parse_contexts(read_query(request, _ESTIMATE)["contexts"])
         size, memory, trained = inspection.estimate_entry(galleries.find(reference_of(id)), contexts)
         return Response(
             ESTIMATE.of(
@@ -337,7 +345,16 @@ def _parse_contexts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
+_SEARCH = text_schema(MAX_SEARCH_LENGTH)
+_LIST = [
+    query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
+    query_parameter("tag", _SEARCH, "Only entries with this tag."),
+    query_parameter("backend", _SEARCH, "Only entries that state this backend."),
+    query_parameter("page", integer_schema(1, FARTHEST), "Which page."),
+    query_parameter("items", integer_schema(1, MAX_ITEMS), "On a page."),
+    query_parameter("sort", enum_schema(SORTS), "The order."),
+    query_parameter("order", enum_schema(DIRECTIONS), "The direction of the order."),
+]
 
 
 class ModelsView(ModelRoute):
@@ -348,37 +365,20 @@ class ModelsView(ModelRoute):
         "List models of the galleries as the reference's pages do",
         LISTED_MODELS,
         refused=(400,),
-        parameters=[
-            query_parameter("term", _TEXT, "Only entries with this in name, description, tags or gallery."),
-            query_parameter("tag", _TEXT, "Only entries with this tag."),
-            query_parameter("backend", _TEXT, "Only entries that state this backend."),
-            query_parameter("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST}, "Which page."),
-            query_parameter("items", {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS}, "On a page."),
-            query_parameter("sort", {"type": "string", "enum": list(SORTS)}, "The order."),
-            query_parameter(
-                "order", {"type": "string", "enum": list(DIRECTIONS)}, "The direction of the order."
-            ),
-        ],
+        parameters=_LIST,
     )
     def get(self, request: Request) -> Response:
         """The models of the galleries; `/api/catalogue` also says which of them fit."""
-        parameters = Parameters(
-            request.query_params, "term", "tag", "backend", "page", "items", "sort", "order"
-        )
-        wanted = {
-            name: parameters.text(name, MAX_SEARCH_LENGTH).casefold() for name in ("term", "tag", "backend")
-        }
-        page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS
-        sort, order = parameters.choice("sort", SORTS), parameters.choice("order", DIRECTIONS)
+        query = read_query(request, _LIST)
+        wanted = {name: query[name].casefold() for name in ("term", "tag", "backend")}
+        page, items, sort = query["page"] or 1, query["items"] or DEFAULT_ITEMS, query["sort"]
         entries, installed = catalogue.readable_offer().builds, catalogue.installed_names()
         jobs = catalogue.active_imports()
         chosen = [entry for entry in entries if _is_wanted(entry, **wanted)]
         if sort:
             chosen.sort(key=lambda entry: entry.name.casefold())
-            chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=order == "desc")
+            chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=query["order"] == "desc")
         busy = {catalogue.entry_id(entry): job for entry in entries if (job := jobs.get(folded(entry.name)))}
-        pages = -(-len(chosen) // items)
         rows = [_listed_row(entry, installed, jobs) for entry in chosen[(page - 1) * items : page * items]]
         return Response(
             LISTED_MODELS.of(
@@ -390,10 +390,7 @@ class ModelsView(ModelRoute):
                 taskTypes=dict.fromkeys(busy, "Installation"),
                 availableModels=len(entries),
                 installedModels=len(installed),
-                currentPage=page,
-                totalPages=pages,
-                prevPage=max(page - 1, 1),
-                nextPage=min(page + 1, max(pages, 1)),
+                **page_fields(len(chosen), page, items),
                 ramTotal=0,
                 ramUsed=0,
                 ramUsagePercent=0,

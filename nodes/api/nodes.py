@@ -25,6 +25,7 @@ from nodes.api.base import (
     enum_schema,
     integer_schema,
     query_parameter,
+    read_query,
     require_node_id,
     text_schema,
 )
@@ -248,6 +249,15 @@ _EXAMPLE = {
 }
 
 
+_EVENT_PAGE = [
+    query_parameter("limit", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."),
+    query_parameter(
+        "cursor", integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
+    ),
+    query_parameter("kind", enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
+]
+
+
 class EventsView(NodeView):
     """`/api/nodes/:id/events`."""
 
@@ -256,27 +266,19 @@ class EventsView(NodeView):
         "Show a node's timeline",
         EVENTS,
         refused=(400, 404),
-        parameters=[
-            query_parameter(
-                "limit", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."
-            ),
-            query_parameter(
-                "cursor", integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
-            ),
-            query_parameter("kind", enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
-        ],
+        parameters=_EVENT_PAGE,
         shown={"events": [_EXAMPLE], "next_cursor": 4711},
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Events of a node, also of a removed one, within the retention period."""
         node = _known_node_id(node_id)
-        parameters = listing.Parameters(request.query_params, "limit", "cursor", "kind")
-        limit = parameters.number("limit", 1, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
+        query = read_query(request, _EVENT_PAGE)
+        limit = query["limit"]
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
-        if kind := parameters.choice("kind", NodeEvent.Kind.values):
-            rows = rows.filter(kind=kind)
-        if cursor := parameters.number("cursor", 1, LARGEST):
-            rows = rows.filter(id__lt=cursor)
+        if query["kind"]:
+            rows = rows.filter(kind=query["kind"])
+        if query["cursor"]:
+            rows = rows.filter(id__lt=query["cursor"])
         return Response(_events_page(EVENT.rows(rows[: limit + 1]), limit))
 
 

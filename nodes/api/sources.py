@@ -14,14 +14,18 @@ from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, fi
 from nodes.api.base import (
     NODE_ID,
     ModelRoute,
+    enum_schema,
+    integer_schema,
     job_example,
     query_parameter,
+    read_query,
+    text_schema,
 )
 from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
 from nodes.api.models import MAX_MODEL_LENGTH, check_model_name
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.downloads.imports import request_import
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 from nodes.sources import catalogue, inspection
 from nodes.sources.plans import ImportPlan
 from operations.api.serializers import job_fields, requester_of
@@ -101,8 +105,17 @@ _ENTRY = {
     "jobID": "",
     "fits": True,
 }
-_SEARCH = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
-_PAGE_NUMBER = {"type": "integer", "minimum": 1}
+_SEARCH = text_schema(MAX_SEARCH_LENGTH)
+_CATALOGUE = [
+    query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
+    query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
+    query_parameter("licence", _SEARCH, "Only models of this licence."),
+    query_parameter("gallery", _SEARCH, "Only models of this gallery."),
+    query_parameter("size", integer_schema(1, MAX_SIZE), "Only models of at most so many bytes."),
+    query_parameter("fits", enum_schema(("true", "false")), "Only those that fit."),
+    query_parameter("page", integer_schema(1, FARTHEST, 1), "Which page."),
+    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Models on a page."),
+]
 
 
 class InspectSerializer(NullIsAbsent):
@@ -230,20 +243,7 @@ class CatalogueView(_SourceView):
         "List models of the galleries",
         CATALOGUE,
         refused=(400,),
-        parameters=[
-            query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
-            query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
-            query_parameter("licence", _SEARCH, "Only models of this licence."),
-            query_parameter("gallery", _SEARCH, "Only models of this gallery."),
-            query_parameter(
-                "size", _PAGE_NUMBER | {"maximum": MAX_SIZE}, "Only models of at most so many bytes."
-            ),
-            query_parameter("fits", {"type": "string", "enum": ["true", "false"]}, "Only those that fit."),
-            query_parameter("page", _PAGE_NUMBER | {"maximum": FARTHEST, "default": 1}, "Which page."),
-            query_parameter(
-                "items", _PAGE_NUMBER | {"maximum": MAX_ITEMS, "default": DEFAULT_ITEMS}, "Models on a page."
-            ),
-        ],
+        parameters=_CATALOGUE,
         shown={
             "models": [_ENTRY],
             "total": 1,
@@ -271,17 +271,12 @@ class CatalogueView(_SourceView):
 
 
 def _catalogue_query(request: Request) -> catalogue.Query:
-    parameters = Parameters(
-        request.query_params, "term", "task", "licence", "gallery", "size", "fits", "page", "items"
-    )
-    texts = {
-        name: parameters.text(name, MAX_SEARCH_LENGTH).casefold()
-        for name in ("term", "task", "licence", "gallery")
-    }
+    query = read_query(request, _CATALOGUE)
+    texts = {name: query[name].casefold() for name in ("term", "task", "licence", "gallery")}
     return catalogue.Query(
         **texts,
-        most_bytes=parameters.number("size", 1, MAX_SIZE) or 0,
-        fits=parameters.choice("fits", ("true", "false")) == "true",
-        page=parameters.number("page", 1, FARTHEST) or 1,
-        items=parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS,
+        most_bytes=query["size"] or 0,
+        fits=query["fits"] == "true",
+        page=query["page"],
+        items=query["items"],
     )
