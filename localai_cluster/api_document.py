@@ -43,6 +43,7 @@ from localai_cluster.web.openapi import (
     schema_of,
 )
 from localai_cluster.web.policy import CSP, policy
+from localai_cluster.web.rest import Described, Strict
 from localai_cluster.web.shapes import COMPONENTS, reference
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
@@ -127,16 +128,18 @@ class JoinScheme(BearerScheme):  # type: ignore[no-untyped-call]
 
 
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
-    """Extension that lets a serializer correct its schema: required fields, and limits of a view."""
+    """Extension that adds what fields and serializers declare: limits of a view, required fields."""
 
-    target_class = "localai_cluster.web.rest.Described"
+    target_class = "rest_framework.serializers.Serializer"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:
-        """Return the schema of the fields after the serializer has corrected it."""
-        schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
-        described: Operation = self.target.described(schema)
-        return described
+        """Return the schema of the fields after fields and serializer have corrected it."""
+        schema: Operation = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        for name, field in self.target.fields.items():
+            if isinstance(field, Strict):
+                schema["properties"][name] |= field.schema
+        return self.target.described(schema) if isinstance(self.target, Described) else schema
 
 
 class SchemaView(APIView):

@@ -14,7 +14,7 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.rest import validate_body
+from localai_cluster.web.rest import Described, validate_body
 from nodes.api.base import NODE_ID, NodeView, actor_of, job_example
 from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
 from nodes.api.node_backends import (
@@ -47,7 +47,7 @@ class BulkInstallSerializer(InstallSerializer):
     waves = WaveOptionsSerializer(required=False)
 
 
-class BulkSerializer(DrainRequestSerializer):
+class BulkSerializer(Described, DrainRequestSerializer):
     """A verb and its nodes. `reject` needs a reason; `label` needs labels to set or to remove."""
 
     verb = serializers.ChoiceField(choices=list(_KINDS))
@@ -67,7 +67,7 @@ class BulkSerializer(DrainRequestSerializer):
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
         """Add the maximum number of labels."""
         schema["properties"]["labels"] |= LABELS
-        return super().described(schema)
+        return schema
 
     def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[str, str]:
         """Return the fingerprints by node id, in the registry's spelling."""

@@ -19,13 +19,13 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import counted
 from localai_cluster.web.envelopes import flat_error
 from localai_cluster.web.openapi import describe
-from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
+from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
 from nodes.api.base import BackendRoute
 from nodes.api.models import WAIT_FOR_END, wait_for_end
 from nodes.api.node_backends import (
-    BACKEND_NAME,
     COMMAND_TEXTS,
+    REQUIRED_NAME,
     BackendSerializer,
     InstallSerializer,
     accepted_body,
@@ -364,16 +364,11 @@ BACKEND_REMOVED = Shape(
 )
 
 
-class ApplySerializer(Described, NullIsAbsent):
+class ApplySerializer(NullIsAbsent):
     """A backend to install on all nodes."""
 
-    id = Text(max_length=255)
+    id = Text(max_length=255, schema=REQUIRED_NAME)
     force = Flag(required=False)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["id"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
-        return schema
 
     def validate_id(self, value: str) -> str:
         if not value:

@@ -122,12 +122,7 @@ class BackendModelSerializer(UnloadModelSerializer):
     """The name of a model, in the reference's field."""
 
     model_name = None  # type: ignore[assignment]
-    model = Text(max_length=MAX_MODEL_LENGTH)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["model"] |= {"minLength": 1}
-        return schema
+    model = Text(max_length=MAX_MODEL_LENGTH, schema={"minLength": 1})
 
     def validate_model(self, name: str) -> str:
         return check_model_name(name)

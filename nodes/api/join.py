@@ -29,7 +29,7 @@ from localai_cluster.accounts.authentication import (
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.web import rest, throttle
 from localai_cluster.web.openapi import describe
-from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
+from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
 from nodes.api.base import (
@@ -99,21 +99,22 @@ _TOKEN = "join-" + "0" * 64
 _URL = "http://192.0.2.10:8080"
 
 
-class JoinTokenRequestSerializer(Described, NullIsAbsent):
+class JoinTokenRequestSerializer(NullIsAbsent):
     """For how long, for how many nodes, and what for."""
 
-    lifetime_seconds = Whole(required=False, min_value=joining.SHORTEST, max_value=joining.LONGEST)
-    uses = Whole(required=False, min_value=1, max_value=joining.MAX_USES)
+    lifetime_seconds = Whole(
+        required=False,
+        min_value=joining.SHORTEST,
+        max_value=joining.LONGEST,
+        schema={"default": joining.USUAL},
+    )
+    uses = Whole(required=False, min_value=1, max_value=joining.MAX_USES, schema={"default": 1})
     note = Text(required=False, max_length=joining.MAX_NOTE_LENGTH)
-    url = Text(required=False, max_length=addresses.MAX_URL_LENGTH)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        properties = schema["properties"]
-        properties["lifetime_seconds"]["default"] = joining.USUAL
-        properties["uses"]["default"] = 1
-        properties["url"]["description"] = "Base URL for the command if CLUSTER_PUBLIC_URL is not set."
-        return schema
+    url = Text(
+        required=False,
+        max_length=addresses.MAX_URL_LENGTH,
+        help_text="Base URL for the command if CLUSTER_PUBLIC_URL is not set.",
+    )
 
 
 def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:

@@ -21,7 +21,6 @@ from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, names
 from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import (
-    Described,
     Flag,
     NullIsAbsent,
     Text,
@@ -221,17 +220,12 @@ def describe_waiting_command(
     )
 
 
-class UnloadModelSerializer(Described, NullIsAbsent):
+class UnloadModelSerializer(NullIsAbsent):
     """Which model, how long its running requests may take, and whether the answer waits."""
 
-    model_name = Text(max_length=MAX_MODEL_LENGTH)
+    model_name = Text(max_length=MAX_MODEL_LENGTH, schema={"pattern": _MODEL_NAME, "minLength": 1})
     deadline_seconds = Whole(required=False, min_value=0, max_value=unload_requests.MAX_GRACE)
     wait = Flag(required=False)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["model_name"] |= {"pattern": _MODEL_NAME, "minLength": 1}
-        return schema
 
     def validate_model_name(self, name: str) -> str:
         return check_model_name(name)

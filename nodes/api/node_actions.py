@@ -34,7 +34,6 @@ from operations.api.serializers import job_fields, requester_of
 
 MAX_IDS = 500
 _FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
-_NO_NULL = "^[^\\u0000]*$"
 
 _OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
 _NODE_EXAMPLE = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
@@ -56,15 +55,10 @@ class NodeIds(Strict, serializers.UUIDField):
     complaint = "must be a node's id"
 
 
-class ReasonSerializer(Described, NullIsAbsent):
+class ReasonSerializer(NullIsAbsent):
     """Why, for the timeline."""
 
-    reason = Text(required=False, max_length=actions.MAX_REASON_LENGTH)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["reason"]["pattern"] = _NO_NULL
-        return schema
+    reason = Text(required=False, max_length=actions.MAX_REASON_LENGTH, schema={"pattern": "^[^\\u0000]*$"})
 
 
 class Fingerprints(Text):
@@ -83,28 +77,21 @@ class Fingerprints(Text):
 class ApproveSerializer(ReasonSerializer):
     """Why, and whom: with a fingerprint, only the worker that has it is let in."""
 
-    fingerprint = Fingerprints(required=False)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["fingerprint"]["pattern"] = _FINGERPRINT.pattern
-        return super().described(schema)
+    fingerprint = Fingerprints(required=False, schema={"pattern": _FINGERPRINT.pattern})
 
 
 class RejectionSerializer(ReasonSerializer):
     """Why a node is rejected: an operator will ask."""
 
-    reason = Text(max_length=actions.MAX_REASON_LENGTH)
+    reason = Text(
+        max_length=actions.MAX_REASON_LENGTH,
+        schema={"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1},
+    )
 
     def validate_reason(self, reason: str) -> str:
         if not names.to_single_line(reason):
             raise serializers.ValidationError("must not be empty")
         return reason
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["reason"] |= {"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1}
-        return schema
 
 
 class DrainRequestSerializer(ReasonSerializer):

@@ -46,23 +46,22 @@ log = logging.getLogger(__name__)
 BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-def _text_field(length: int) -> Text:
-    return Text(required=False, max_length=length)
+_OPTIONAL_NAME = {"pattern": f"^({BACKEND_NAME})?$"}
+REQUIRED_NAME = {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
+"""Schema of a field that must have the name of a backend."""
 
 
 class InstallSerializer(Described, NullIsAbsent):
     """A backend to install on a node (§2.10)."""
 
-    backend = _text_field(255)
-    uri = _text_field(1024)
-    name = _text_field(255)
-    alias = _text_field(255)
-    backend_galleries = _text_field(64 * 1024)
+    backend = Text(required=False, max_length=255, schema=_OPTIONAL_NAME)
+    uri = Text(required=False, max_length=1024)
+    name = Text(required=False, max_length=255, schema=_OPTIONAL_NAME)
+    alias = Text(required=False, max_length=255, schema=_OPTIONAL_NAME)
+    backend_galleries = Text(required=False, max_length=64 * 1024)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        for name in ("backend", "name", "alias"):
-            schema["properties"][name]["pattern"] = f"^({BACKEND_NAME})?$"
         return schema | {"anyOf": [{"required": [name]} for name in ("backend", "name", "uri")]}
 
     def validate_backend(self, value: str | None) -> str | None:
@@ -114,15 +113,10 @@ def check_backend_name(value: str | None) -> str | None:
     return value
 
 
-class BackendSerializer(Described, serializers.Serializer[Any]):
+class BackendSerializer(serializers.Serializer[Any]):
     """An installed backend (§2.10)."""
 
-    backend = Text(max_length=255)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["backend"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
-        return schema
+    backend = Text(max_length=255, schema=REQUIRED_NAME)
 
     def validate_backend(self, value: str) -> str:
         """Return the name as the worker lists it, without the gallery."""

@@ -39,17 +39,9 @@ _EXAMPLE = {
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
-_BOUNDS: dict[str, dict[str, Any]] = {
-    "model_name": {"minLength": 1},
-    "min_replicas": {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0},
-    "max_replicas": {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0},
-    "spread_all": {"default": False},
-    "route_policy": {"enum": [*POLICIES, None]},
-    "balance_abs_threshold": {"minimum": 0, "maximum": MAX_THRESHOLD},
-    "balance_rel_threshold": {"minimum": 0, "maximum": MAX_THRESHOLD},
-    "min_prefix_match": {"minimum": 0, "maximum": 1},
-}
-"""Bounds of the fields that `rules.check_rule` checks, for the API document."""
+_COUNT = {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0}
+_THRESHOLD = {"minimum": 0, "maximum": MAX_THRESHOLD}
+"""Bounds of fields that `rules.check_rule` checks, for the API document."""
 
 
 class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
@@ -58,26 +50,35 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
     A routing field (the last four) that is left out keeps its stored value; any other one is cleared.
     """
 
-    model_name = Text(max_length=MAX_MODEL_LENGTH, required=False)
+    model_name = Text(max_length=MAX_MODEL_LENGTH, required=False, schema={"minLength": 1})
     node_selector = serializers.DictField(
         child=Text(max_length=scheduling.MAX_VALUE_LENGTH),
         help_text="Labels that a node must have.",
         required=False,
     )
-    min_replicas = Whole(required=False)
-    max_replicas = Whole(help_text="0 means no limit.", required=False)
+    min_replicas = Whole(required=False, schema=_COUNT)
+    max_replicas = Whole(help_text="0 means no limit.", required=False, schema=_COUNT)
     spread_all = Flag(
-        help_text="One replica on every node that matches; excludes the two counts.", required=False
+        help_text="One replica on every node that matches; excludes the two counts.",
+        required=False,
+        schema={"default": False},
     )
-    route_policy = Text(max_length=32, help_text="Empty: cluster default.", required=False)
-    balance_abs_threshold = Whole(help_text="0: cluster default.", required=False)
-    balance_rel_threshold = Number(help_text="0 (cluster default), or at least 1.", required=False)
-    min_prefix_match = Number(help_text="0: cluster default.", required=False)
+    route_policy = Text(
+        max_length=32,
+        help_text="Empty: cluster default.",
+        required=False,
+        schema={"enum": [*POLICIES, None]},
+    )
+    balance_abs_threshold = Whole(help_text="0: cluster default.", required=False, schema=_THRESHOLD)
+    balance_rel_threshold = Number(
+        help_text="0 (cluster default), or at least 1.", required=False, schema=_THRESHOLD
+    )
+    min_prefix_match = Number(
+        help_text="0: cluster default.", required=False, schema={"minimum": 0, "maximum": 1}
+    )
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        for name, bounds in _BOUNDS.items():
-            schema["properties"][name] |= bounds
         schema["required"] = ["model_name"]
         return schema
 
