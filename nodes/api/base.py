@@ -13,7 +13,7 @@ from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import FlatView
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode
 from nodes.registry import listing
 
@@ -46,10 +46,15 @@ class BackendRoute(FlatView):
 
 def require_node_id(id_text: str) -> UUID:
     """Return the id of an existing node; raise NotFound."""
-    node_id = parse_node_id(id_text)
-    if node_id is None or not BackendNode.objects.filter(pk=node_id).exists():
+    node_id = parse_id(id_text)
+    if not BackendNode.objects.filter(pk=node_id).exists():
         raise errors.NotFound("node not found")
     return node_id
+
+
+MODEL_PATH = OpenApiParameter(
+    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
+)
 
 
 def actor_of(request: Request) -> Actor:

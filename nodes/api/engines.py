@@ -46,7 +46,7 @@ from nodes.api.models import (
     run_and_respond,
     wait_for_end,
 )
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.backends import node_commands, worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import folder
@@ -396,10 +396,7 @@ class LogLinesView(NodeView):
 
 def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
     """Return the worker's response. No database connection is held during the request."""
-    parsed_id = parse_node_id(node_id)
-    if parsed_id is None:
-        raise errors.NotFound("node not found")
-    server = dial_targets.http_server(parsed_id)
+    server = dial_targets.http_server(parse_id(node_id))
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(question)(server, *about)

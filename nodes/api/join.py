@@ -7,7 +7,6 @@ every holder of a registration token or a usable join token.
 from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 from django.http import HttpResponse
 from drf_spectacular.types import OpenApiTypes
@@ -38,7 +37,7 @@ from nodes.api.base import (
     NodeView,
     actor_of,
 )
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.models import JoinToken
 from nodes.registry import identity, joining, listing
 
@@ -205,15 +204,8 @@ class JoinTokenView(NodeView):
     )
     def delete(self, request: Request, token_id: str) -> Response:
         """It admits no new node any more. Nodes that joined with it stay."""
-        joining.revoke(_token_id(token_id), actor=actor_of(request), now=clock.now())
+        joining.revoke(parse_id(token_id, "join token"), actor=actor_of(request), now=clock.now())
         return Response({"message": "join token revoked"})
-
-
-def _token_id(text: str) -> UUID:
-    token_id = parse_node_id(text)
-    if token_id is None:
-        raise errors.NotFound("join token not found")
-    return token_id
 
 
 SCRIPT, WHEEL = "text/x-shellscript", "application/zip"

@@ -12,7 +12,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster.kit import clock, errors, names
+from localai_cluster.kit import clock, names
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
@@ -25,7 +25,7 @@ from nodes.api.base import (
     response_example,
 )
 from nodes.api.node_backends import ACCEPTED
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.backends import node_stop
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
@@ -201,9 +201,7 @@ def perform_action(
     request: Request, node_id: str, action: Action, body: type[ReasonSerializer] | None = None
 ) -> Response:
     """Run the action on a node with the options in the body; return its message."""
-    parsed_id = require_node_id(node_id) if body else parse_node_id(node_id)
-    if parsed_id is None:
-        raise errors.NotFound("node not found")
+    parsed_id = require_node_id(node_id) if body else parse_id(node_id)
     options = validate_body(body, request) if body else {}
     bulk.perform(action.name, parsed_id, actor_of(request), clock.now(), options)
     return Response({"message": action.message})

@@ -32,7 +32,7 @@ from nodes.api.base import (
     require_node_id,
     response_header,
 )
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.backends import inventory, node_commands
 from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
@@ -296,8 +296,7 @@ class NodeBackendsView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """What the node's worker listed last; `X-As-Of` says when. An old list is requested again."""
-        parsed_id = parse_node_id(node_id)
-        node = BackendNode.objects.filter(pk=parsed_id).first() if parsed_id else None
+        node = BackendNode.objects.filter(pk=parse_id(node_id)).first()
         if node is None:
             raise errors.NotFound("node not found")
         if node.node_type == NodeType.AGENT:

@@ -30,7 +30,7 @@ from nodes.api.base import (
     text_schema,
 )
 from nodes.api.node_actions import describe_action, perform_action
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
 from nodes.registry import actions, claims, listing, node_rows
 from nodes.registry.heartbeats import LARGEST
@@ -171,8 +171,7 @@ class NodeDetailView(NodeView):
     @describe("nodes_read", "Show a node", NODE_DETAIL, refused=(404,), shown=_NODE_EXAMPLE | _DETAIL_EXAMPLE)
     def get(self, request: Request, node_id: str) -> Response:
         """A node as in the list, with the facts behind its status."""
-        parsed_id = parse_node_id(node_id)
-        node = None if parsed_id is None else node_rows.detail_row(parsed_id)
+        node = node_rows.detail_row(parse_id(node_id))
         if node is None:
             raise errors.NotFound("node not found")
         return Response(node)
@@ -284,10 +283,8 @@ class EventsView(NodeView):
 
 def _known_node_id(id_text: str) -> UUID:
     """Return the id if a node or at least one event has it. Raise NotFound."""
-    node = parse_node_id(id_text)
-    if node is None or not (
-        BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()
-    ):
+    node = parse_id(id_text)
+    if not (BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()):
         raise errors.NotFound("node not found")
     return node
 
@@ -367,7 +364,4 @@ class RefuseView(NodeView):
 
 
 def _parse_ids(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
-    node, conflict = require_node_id(node_id), parse_node_id(conflict_id)
-    if conflict is None:
-        raise errors.NotFound("conflict not found")
-    return node, conflict
+    return require_node_id(node_id), parse_id(conflict_id, "conflict")

@@ -4,8 +4,6 @@ from base64 import b64decode
 from datetime import datetime
 from typing import Any
 
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -14,7 +12,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
-from nodes.api.base import JOB_ID, MOMENT, NODE_ID, request_example, response_example
+from nodes.api.base import JOB_ID, MODEL_PATH, MOMENT, NODE_ID, request_example, response_example
 from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRoute, SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
@@ -36,9 +34,6 @@ PLAN_PATH = "/api/placement/plan"
 """Path of the route that accepts a file header."""
 MAX_BODY_BYTES = _MAX_BASE64 + 1024 * 1024
 """Maximum bytes of the body of that route."""
-_MODEL = OpenApiParameter(
-    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
-)
 _REPLICA = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
 _SENTENCE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
 _TERMS = {
@@ -178,7 +173,7 @@ class ExplainView(SchedulingRoute):
         "Explain where a model runs",
         EXPLAINED,
         refused=(404, 503),
-        parameters=[_MODEL],
+        parameters=[MODEL_PATH],
         shown=_EXPLAINED,
     )
     def get(self, request: Request, model: str) -> Response:
@@ -382,7 +377,7 @@ class FitView(SchedulingRoute):
         "Show where a model fits",
         reason_shapes.FIT,
         refused=(404, 503),
-        parameters=[_MODEL],
+        parameters=[MODEL_PATH],
         shown=_FIT,
     )
     def get(self, request: Request, model: str) -> Response:

@@ -5,8 +5,6 @@ A model's name in the path may contain slashes and is URL-decoded once. `nodes.s
 
 from typing import Any
 
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -14,7 +12,7 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
-from nodes.api.base import MOMENT, NodeView
+from nodes.api.base import MODEL_PATH, MOMENT, NodeView
 from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling import store
 from nodes.scheduling.rules import MAX_MODEL_LENGTH, MAX_REPLICAS, MAX_THRESHOLD, POLICIES, Rule
@@ -36,9 +34,6 @@ _EXAMPLE = {
     "created_at": MOMENT,
     "updated_at": MOMENT,
 }
-_MODEL = OpenApiParameter(
-    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
-)
 _COUNT = {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0}
 _THRESHOLD = {"minimum": 0, "maximum": MAX_THRESHOLD}
 """Bounds of fields that `rules.check_rule` checks, for the API document."""
@@ -125,7 +120,7 @@ class SchedulingRuleView(SchedulingRoute):
         "Show a model's scheduling rule",
         store.RULE,
         refused=(404,),
-        parameters=[_MODEL],
+        parameters=[MODEL_PATH],
         shown=_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
@@ -135,7 +130,9 @@ class SchedulingRuleView(SchedulingRoute):
             raise errors.NotFound("there is no scheduling rule for this model")
         return Response(rule)
 
-    @describe("scheduling_rules_delete", "Delete a model's scheduling rule", status=204, parameters=[_MODEL])
+    @describe(
+        "scheduling_rules_delete", "Delete a model's scheduling rule", status=204, parameters=[MODEL_PATH]
+    )
     def delete(self, request: Request, model: str) -> Response:
         """Succeeds also if the model has none."""
         store.delete_rule(model, clock.now())

@@ -176,14 +176,17 @@ def live_entries() -> list[dict[str, Any]]:
     return entries
 
 
-def read_entry(id: UUID) -> dict[str, Any] | None:
-    """Return the operation in wire form, active or ended; None if there is no record."""
-    row = Operation.objects.filter(pk=id).prefetch_related("targets").first()
-    if row is None:
-        return None
-    entry = feed.as_dict(row, row.targets.all())
+def as_entry(operation: Operation) -> dict[str, Any]:
+    """Return the operation in wire form, active or ended."""
+    entry = feed.as_dict(operation, operation.targets.all())
     kinds.hooks().annotate([entry], now=clock.now())
     return entry
+
+
+def read_entry(id: UUID) -> dict[str, Any] | None:
+    """Return the operation with this id in wire form; None if there is no record."""
+    row = Operation.objects.filter(pk=id).first()
+    return as_entry(row) if row is not None else None
 
 
 class OperationsView(OperationRoute):
@@ -201,10 +204,4 @@ class OperationView(OperationRoute):
     @describe("operations_retrieve", "Show one operation", feed.OPERATION, refused=(404,))
     def get(self, request: Request, job_id: str) -> Response:
         """The operation with its parts, also after its end, for as long as its record exists."""
-        try:
-            entry = read_entry(UUID(job_id))
-        except ValueError:
-            entry = None
-        if entry is None:
-            raise errors.NotFound(admission.NO_SUCH_OPERATION)
-        return Response(entry)
+        return Response(as_entry(find_operation(job_id)))
