@@ -11,11 +11,13 @@ from typing import Any
 from localai_cluster.accounts.command_line import (
     EMPTY_CELL,
     SHORT_ID,
+    Columns,
     format_age,
     format_table,
     format_time,
     printable,
 )
+from localai_cluster.kit import clock
 from localai_cluster.kit.quantities import counted
 from operations.models import Status, TargetStatus
 
@@ -24,9 +26,6 @@ Entry = Mapping[str, Any]
 Part = Mapping[str, Any]
 """A target: an element of an operation's `nodes`."""
 
-_LIST = ("ID", "WHAT", "OF", "WHERE", "STATE", "DONE", "BY", "AGE", "SAYS")
-_RECORD = ("ID", "WHAT", "OF", "WHERE", "OUTCOME", "BY", "ENDED", "SAYS")
-_PARTS = ("NODE", "STATE", "DONE", "BYTES", "ATTEMPTS", "SAYS")
 _MAX_LENGTH = 80
 _STATES = {
     Status.PENDING: "queued",
@@ -85,49 +84,9 @@ def target_line(part: Part) -> str:
     return f"{printable(part['node_name'])}: {target_state(part)}{done}{measured}{said}"
 
 
-def operations_text(entries: Sequence[Entry], now: datetime, *, none: str) -> str:
-    """Return the list of operations, one operation per line."""
-    return format_table(_LIST, [_operation_cells(entry, now) for entry in entries]) if entries else none
-
-
-def history_text(entries: Sequence[Entry], cursor: str) -> str:
-    """Return a page of the history, one operation per line, and the command for the next page."""
-    if not entries:
-        return "nothing has ended that matches"
-    listed = format_table(_RECORD, [_history_cells(entry) for entry in entries])
-    return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
-
-
-def _history_cells(entry: Entry) -> tuple[str, ...]:
-    return (
-        short_id(entry),
-        kind_text(entry),
-        entry["fullName"],
-        node_text(entry),
-        entry["outcome"],
-        entry["actor"],
-        format_time(datetime.fromisoformat(entry["finishedAt"])),
-        _note_text(entry),
-    )
-
-
 def _note_text(entry: Entry) -> str:
     said = str(entry.get("error") or wait(entry) or entry["message"])
     return said if len(said) <= _MAX_LENGTH else f"{said[: _MAX_LENGTH - 1]}…"
-
-
-def _operation_cells(entry: Entry, now: datetime) -> tuple[str, ...]:
-    return (
-        short_id(entry),
-        kind_text(entry),
-        entry["id"],
-        node_text(entry),
-        _status(entry),
-        f"{entry['progress']} %",
-        entry["actor"],
-        format_age(entry["createdAt"], now),
-        _note_text(entry),
-    )
 
 
 def _status(entry: Entry) -> str:
@@ -148,22 +107,56 @@ def node_text(entry: Entry) -> str:
     return str(entry.get("nodeName") or next(iter(names), ""))
 
 
+_LIST: Columns = {
+    "ID": short_id,
+    "WHAT": kind_text,
+    "OF": "id",
+    "WHERE": node_text,
+    "STATE": _status,
+    "DONE": lambda entry: f"{entry['progress']} %",
+    "BY": "actor",
+    "AGE": lambda entry: format_age(entry["createdAt"], clock.now()),
+    "SAYS": _note_text,
+}
+_RECORD: Columns = {
+    "ID": short_id,
+    "WHAT": kind_text,
+    "OF": "fullName",
+    "WHERE": node_text,
+    "OUTCOME": "outcome",
+    "BY": "actor",
+    "ENDED": lambda entry: format_time(datetime.fromisoformat(entry["finishedAt"])),
+    "SAYS": _note_text,
+}
+_PARTS: Columns = {
+    "NODE": "node_name",
+    "STATE": target_state,
+    "DONE": lambda part: f"{part['percentage']:.0f} %",
+    "BYTES": target_size,
+    "ATTEMPTS": "attempts",
+    "SAYS": target_reason,
+}
+
+
+def operations_text(entries: Sequence[Entry], *, none: str) -> str:
+    """Return the list of operations, one operation per line."""
+    return format_table(_LIST, entries) if entries else none
+
+
+def history_text(entries: Sequence[Entry], cursor: str) -> str:
+    """Return a page of the history, one operation per line, and the command for the next page."""
+    if not entries:
+        return "nothing has ended that matches"
+    listed = format_table(_RECORD, entries)
+    return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
+
+
 def operation_text(entry: Entry) -> str:
     """Return the text of one operation: its details, then its targets."""
     facts = [(name, text) for name, text in _facts(entry) if text]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
-    parts = [
-        (
-            part["node_name"],
-            target_state(part),
-            f"{part['percentage']:.0f} %",
-            target_size(part),
-            str(part.get("attempts", "")),
-            target_reason(part),
-        )
-        for part in entry.get("nodes", ())
-    ]
+    parts = entry.get("nodes", ())
     return "\n".join([*lines, "", format_table(_PARTS, parts)] if parts else lines)
 
 

@@ -13,6 +13,7 @@ from rest_framework import serializers
 
 from localai_cluster.accounts.command_line import (
     AddVerb,
+    Columns,
     Options,
     VerbCommand,
     as_json,
@@ -31,14 +32,13 @@ from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, select_all_nodes
-from nodes.backends.installed import InstalledBackend, Upgrade
+from nodes.backends.installed import Upgrade
 from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
 from operations.api.serializers import NodesSerializer, started_body
 from operations.ledger.admission import Requester
 from operations.management import following
 
-_LIST = ("NAME", "VERSION", "DIGEST", "NODES", "OTHER BUILD ON", "UPGRADE")
 _DIGEST_SHOWN = len("sha256:") + 12
 
 
@@ -120,24 +120,21 @@ def list_backends(options: Options) -> str:
     ]
     if options["json"]:
         return as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
-    rows = [_backend_cells(backend, picture.upgrades.get(backend.name)) for backend in backends]
-    return format_table(_LIST, rows) if rows else "no backends"
+    columns: Columns = {
+        "NAME": "name",
+        "VERSION": lambda backend: "system" if backend.is_system else backend.majority.version,
+        "DIGEST": lambda backend: backend.majority.digest[:_DIGEST_SHOWN],
+        "NODES": lambda backend: len(backend.places),
+        "OTHER BUILD ON": lambda backend: ", ".join(place.node["node_name"] for place in backend.drifted),
+        "UPGRADE": lambda backend: _upgrade_text(picture.upgrades.get(backend.name)),
+    }
+    return format_table(columns, backends) if backends else "no backends"
 
 
-def _backend_cells(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]:
-    build = backend.majority
-    return (
-        backend.name,
-        "system" if backend.is_system else build.version,
-        build.digest[:_DIGEST_SHOWN],
-        str(len(backend.places)),
-        ", ".join(str(place.node["node_name"]) for place in backend.drifted),
-        _upgrade_text(upgrade) if upgrade else "",
-    )
-
-
-def _upgrade_text(upgrade: Upgrade) -> str:
+def _upgrade_text(upgrade: Upgrade | None) -> str:
     """Return the version, else the digest, else a text that the builds of the nodes differ."""
+    if upgrade is None:
+        return ""
     return upgrade.available_version or upgrade.available_digest[:_DIGEST_SHOWN] or "available"
 
 

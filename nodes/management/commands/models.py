@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import tempfile
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from localai_cluster.accounts.command_line import (
     AddVerb,
+    Columns,
     Options,
     VerbCommand,
     as_json,
@@ -26,7 +26,6 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import Row
 from nodes.api import definition_entries
-from nodes.api.definition_entries import DefinitionEntry
 from nodes.api.definition_shapes import STATES
 from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_FILE_BYTES
@@ -38,10 +37,36 @@ from nodes.sources import inspection
 from operations.ledger.admission import Requester
 from operations.management import following
 
-_LIST = ("NAME", "BACKEND", "MODEL", "ORIGIN", "STATE", "REVISION", "CHANGED", "BY")
-_VARIANTS = ("VARIANT", "SIZE", "CONTEXT", "FITS", "")
-_CANDIDATES = ("ADD", "KIND", "DESCRIPTION")
-_HISTORY = ("REVISION", "CHANGED", "BY", "ORIGIN", "REASON")
+_LIST: Columns = {
+    "NAME": "name",
+    "BACKEND": "backend",
+    "MODEL": "model",
+    "ORIGIN": "origin",
+    "STATE": "state",
+    "REVISION": lambda row: row["revision"] or "",
+    "CHANGED": lambda row: format_age(row["updated_at"].isoformat(), clock.now()),
+    "BY": "actor",
+}
+_FITS = {True: "yes", False: "no", None: "unknown"}
+_VARIANTS: Columns = {
+    "VARIANT": "id",
+    "SIZE": lambda variant: human_bytes(variant["size"]) if variant["size"] else "unknown",
+    "CONTEXT": lambda variant: variant["context_size"] or "",
+    "FITS": lambda variant: _FITS[variant["fit"]["fits"]],
+    "": lambda variant: "recommended" if variant["recommended"] else "",
+}
+_CANDIDATES: Columns = {
+    "ADD": "text",
+    "KIND": "kind",
+    "DESCRIPTION": lambda candidate: candidate["description"][:60],
+}
+_HISTORY: Columns = {
+    "REVISION": "number",
+    "CHANGED": lambda revision: format_age(revision.at.isoformat(), clock.now()),
+    "BY": "actor",
+    "ORIGIN": "origin",
+    "REASON": "reason",
+}
 EDITOR = "EDITOR"
 """Environment variable that names the editor for `edit`."""
 
@@ -124,34 +149,11 @@ def list_models(options: Options) -> str:
     unusable = definition_entries.read_unusable_rows()
     if options["json"]:
         return as_json({"definitions": rows, "unusable": unusable})
-    lines = (
-        [
-            format_table(
-                _LIST, [_definition_cells(entry, row) for entry, row in zip(entries, rows, strict=True)]
-            )
-        ]
-        if rows
-        else []
-    )
+    lines = [format_table(_LIST, rows)] if rows else []
     lines += [
         f"unusable: {printable(row['file'] or row['name'])}: {printable(row['error'])}" for row in unusable
     ]
     return "\n".join(lines) or "no definitions"
-
-
-def _definition_cells(entry: DefinitionEntry, row: Mapping[str, Any]) -> tuple[str, ...]:
-    changed = format_age(entry.updated_at.isoformat(), clock.now())
-    revision = str(row["revision"]) if row["revision"] else ""
-    return (
-        row["name"],
-        row["backend"],
-        row["model"],
-        row["origin"],
-        row["state"],
-        revision,
-        changed,
-        row["actor"],
-    )
 
 
 def show(options: Options) -> str:
@@ -257,13 +259,8 @@ def show_history(options: Options) -> str:
         columns = ("number", "actor", "at", "reason", "origin")
         rows = [{name: getattr(revision, name) for name in columns} for revision in revisions]
         return as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
-    now = clock.now()
-    lines = [
-        (str(row.number), format_age(row.at.isoformat(), now), row.actor, row.origin, row.reason)
-        for row in revisions
-    ]
     return "\n\n".join(
-        [format_table(_HISTORY, lines), *("\n".join(map(printable, diff.splitlines())) for diff in diffs)]
+        [format_table(_HISTORY, revisions), *("\n".join(map(printable, diff.splitlines())) for diff in diffs)]
     )
 
 
@@ -299,18 +296,7 @@ def _inspection_text(found: Row) -> str:
     lines = [printable(f"{found['title']} ({found['kind']})")]
     lines += [printable(f"{name}: {found[name]}") for name in ("licence", "commit", "problem") if found[name]]
     if found["variants"]:
-        lines.append(format_table(_VARIANTS, [_variant_cells(variant) for variant in found["variants"]]))
+        lines.append(format_table(_VARIANTS, found["variants"]))
     if found["candidates"]:
-        rows = [
-            (candidate["text"], candidate["kind"], candidate["description"][:60])
-            for candidate in found["candidates"]
-        ]
-        lines.append(format_table(_CANDIDATES, rows))
+        lines.append(format_table(_CANDIDATES, found["candidates"]))
     return "\n".join(lines)
-
-
-def _variant_cells(variant: Row) -> tuple[str, ...]:
-    fits = {True: "yes", False: "no", None: "unknown"}[variant["fit"]["fits"]]
-    size = human_bytes(variant["size"]) if variant["size"] else "unknown"
-    context = str(variant["context_size"] or "")
-    return variant["id"], size, context, fits, "recommended" if variant["recommended"] else ""

@@ -14,6 +14,7 @@ from localai_cluster.accounts.command_line import (
     EMPTY_CELL,
     SHORT_ID,
     AddVerb,
+    Columns,
     Options,
     VerbCommand,
     as_json,
@@ -41,31 +42,6 @@ from nodes.replicas import unload_requests
 from operations.ledger.admission import Requester
 
 _SIZES = ("vram", "ram", "disk", "bytes")
-_LIST = (
-    "NAME",
-    "STATUS",
-    "TYPE",
-    "ADDRESS",
-    "GPU",
-    "FREE VRAM",
-    "MODELS",
-    "BUSY",
-    "LAST SEEN",
-    "NOTES",
-    "ID",
-)
-_CLAIMS = (
-    "CONFLICT",
-    "NODE",
-    "STATE",
-    "WHAT",
-    "FROM",
-    "ADVERTISES",
-    "NODE ADDRESS",
-    "ATTEMPTS",
-    "LAST",
-    "CLAIMS",
-)
 _FACT = {"at", "by", "reason"}
 _TIMES = {
     name
@@ -76,26 +52,10 @@ _TIMES = {
 """Keys of a node whose values are times."""
 
 
-def nodes_text(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
-    """Return one line per node."""
-    return format_table(_LIST, [_node_cells(row, now) for row in rows]) if rows else "no nodes"
-
-
-def _node_cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
-    vram = f"{human_bytes(row['available_vram'])} of {human_bytes(row['total_vram'])}"
-    return (
-        row["name"],
-        row["status"],
-        row["node_type"],
-        row["address"],
-        row["gpu_vendor"],
-        vram if row["total_vram"] else "",
-        str(row["model_count"]),
-        str(row["in_flight_count"]),
-        format_age(row["last_heartbeat"], now),
-        ", ".join(_notes(row)),
-        str(row["id"])[:SHORT_ID],
-    )
+def _free_vram(row: Mapping[str, Any]) -> str:
+    if not row["total_vram"]:
+        return ""
+    return f"{human_bytes(row['available_vram'])} of {human_bytes(row['total_vram'])}"
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[str]:
@@ -108,6 +68,21 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"conflicts: {claims}"
 
 
+_LIST: Columns = {
+    "NAME": "name",
+    "STATUS": "status",
+    "TYPE": "node_type",
+    "ADDRESS": "address",
+    "GPU": "gpu_vendor",
+    "FREE VRAM": _free_vram,
+    "MODELS": "model_count",
+    "BUSY": "in_flight_count",
+    "LAST SEEN": lambda row: format_age(row["last_heartbeat"], clock.now()),
+    "NOTES": lambda row: ", ".join(_notes(row)),
+    "ID": lambda row: str(row["id"])[:SHORT_ID],
+}
+
+
 def node_text(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
     """Return the details of a node, then its latest events."""
     labels = sorted(row["labels"].items())
@@ -116,7 +91,7 @@ def node_text(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
     facts += [(f"label {key}", text or EMPTY_CELL) for key, text in labels]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
-    return "\n".join([*lines, "", _events_text(events)])
+    return "\n".join([*lines, "", format_table(_EVENTS, events)])
 
 
 def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -152,36 +127,48 @@ def _format_value(name: str, value: Any) -> str:
     return str(value)
 
 
-def _events_text(events: Sequence[NodeEvent]) -> str:
-    rows = [(format_time(row.at), row.kind, _status_change(row), row.actor, row.cause) for row in events]
-    return format_table(("TIME", "EVENT", "STATUS", "ACTOR", "REASON"), rows)
-
-
 def _status_change(event: NodeEvent) -> str:
     if event.status_before == event.status_after:
         return event.status_after
     return f"{event.status_before} -> {event.status_after}"
 
 
-def _conflict_cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
-    proof = row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
-    return (
-        str(row["id"])[:SHORT_ID],
-        row["node_name"],
-        row["state"],
-        row["kind"],
-        row["source_address"],
-        row.get("advertised_address", ""),
-        row["node_source_address"],
-        str(row["count"]),
-        format_age(row["last_at"], now),
-        proof or "",
-    )
+_EVENTS: Columns = {
+    "TIME": lambda event: format_time(event.at),
+    "EVENT": "kind",
+    "STATUS": _status_change,
+    "ACTOR": "actor",
+    "REASON": "cause",
+}
 
 
+def _claimed_proof(row: Mapping[str, Any]) -> str | None:
+    return row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
+
+
+_CLAIMS: Columns = {
+    "CONFLICT": lambda row: str(row["id"])[:SHORT_ID],
+    "NODE": "node_name",
+    "STATE": "state",
+    "WHAT": "kind",
+    "FROM": "source_address",
+    "ADVERTISES": "advertised_address",
+    "NODE ADDRESS": "node_source_address",
+    "ATTEMPTS": "count",
+    "LAST": lambda row: format_age(row["last_at"], clock.now()),
+    "CLAIMS": _claimed_proof,
+}
 EVENTS_SHOWN = 10
 TOKENS_SHOWN = 100
-_TOKEN_HEADS = ("ID", "STATE", "USES", "EXPIRES", "MADE BY", "LAST USED BY", "NOTE")
+_TOKENS: Columns = {
+    "ID": lambda row: str(row["id"])[:SHORT_ID],
+    "STATE": "state",
+    "USES": lambda row: f"{row['uses']} of {row['max_uses']}",
+    "EXPIRES": lambda row: format_time(row["expires_at"]),
+    "MADE BY": "created_by",
+    "LAST USED BY": "last_used_by",
+    "NOTE": "note",
+}
 
 
 class PartialFailure(CommandError):
@@ -292,7 +279,9 @@ def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     query = {name: options[name] for name in filters if options[name] is not None}
     rows = node_rows.list_rows(listing.parse_node_query(QueryDict(urlencode(query, doseq=True))).nodes)
-    return as_json(rows) if options["json"] else nodes_text(rows, clock.now())
+    if options["json"]:
+        return as_json(rows)
+    return format_table(_LIST, rows) if rows else "no nodes"
 
 
 def show(options: Options) -> str:
@@ -316,12 +305,7 @@ def list_conflicts(options: Options) -> str:
     conflicts = CONFLICT.rows(rows)
     if options["json"]:
         return as_json(conflicts)
-    now = clock.now()
-    return (
-        format_table(_CLAIMS, [_conflict_cells(row, now) for row in conflicts])
-        if conflicts
-        else "no conflicts"
-    )
+    return format_table(_CLAIMS, conflicts) if conflicts else "no conflicts"
 
 
 def approve(options: Options) -> str:
@@ -476,19 +460,7 @@ def list_join_tokens(options: Options) -> str:
     tokens = join.token_rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
     if options["json"]:
         return as_json(tokens)
-    lines = [
-        (
-            str(row["id"])[:SHORT_ID],
-            row["state"],
-            f"{row['uses']} of {row['max_uses']}",
-            format_time(row["expires_at"]),
-            row["created_by"],
-            row.get("last_used_by", ""),
-            row["note"],
-        )
-        for row in tokens
-    ]
-    return format_table(_TOKEN_HEADS, lines) if lines else "no join tokens"
+    return format_table(_TOKENS, tokens) if tokens else "no join tokens"
 
 
 def revoke_join_token(options: Options) -> str:

@@ -5,9 +5,8 @@ import math
 import re
 from argparse import ArgumentTypeError
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rest_framework.exceptions import ValidationError
 
 from localai_cluster.accounts.command_line import (
     AddVerb,
+    Columns,
     Options,
     VerbCommand,
     as_json,
@@ -39,10 +39,22 @@ _NODES = re.compile(
     r"(?:(?P<count>\d{1,4})x)?(?P<gib>\d{1,7}(?:\.\d+)?)(?:GiB)?(?P<labels>(?:,[^,=]+=[^,]*)*)"
 )
 
-_REPLICAS = ("NODE", "INDEX", "STATE", "REQUESTS", "SINCE")
-_RECORDS = ("RECORD", "AGE", "KIND", "OUTCOME", "NODE", "INDEX", "WHY")
-_CHANGES = ("DO", "NODE", "WHY")
-_PLAN = ("REPLICA", "OUTCOME", "NODE", "INDEX", "WHY")
+_REPLICAS: Columns = {
+    "NODE": "node",
+    "INDEX": "replica_index",
+    "STATE": "state",
+    "REQUESTS": "in_flight",
+    "SINCE": lambda replica: format_age(replica["since"], clock.now()),
+}
+_DECISION: Columns = {"OUTCOME": "outcome", "NODE": "node", "INDEX": "replica_index", "WHY": "reason"}
+_RECORDS: Columns = {
+    "RECORD": "id",
+    "AGE": lambda record: format_age(record["last_at"], clock.now()),
+    "KIND": "kind",
+    **_DECISION,
+}
+_PLAN: Columns = {"REPLICA": "replica", **_DECISION}
+_CHANGES: Columns = {"DO": "do", "NODE": "node", "WHY": "why"}
 
 
 class Command(VerbCommand):
@@ -161,7 +173,7 @@ def _parse_rule(text: str) -> Any:
 
 def explain(options: Options) -> str:
     row = load_explanation.explain_model(options["model"], clock.now())
-    return as_json(row) if options["json"] else _explanation_text(row, clock.now())
+    return as_json(row) if options["json"] else _explanation_text(row)
 
 
 def plan(options: Options) -> str:
@@ -196,12 +208,12 @@ def recompute(options: Options) -> str:
     return _comparison_text(stored, recomputed)
 
 
-def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
+def _explanation_text(row: Mapping[str, Any]) -> str:
     parts = [f"next request: {printable(row['next']['says'])}"]
     if row["replicas"]:
-        parts.append(format_table(_REPLICAS, [_replica_cells(replica, now) for replica in row["replicas"]]))
+        parts.append(format_table(_REPLICAS, row["replicas"]))
     if row["records"]:
-        parts.append(format_table(_RECORDS, [_record_cells(record, now) for record in row["records"]]))
+        parts.append(format_table(_RECORDS, row["records"]))
     if (placement := row["next"]["placement"]) is not None:
         parts.append("\n".join(["one more replica now:", *_node_lines(placement)]))
         parts.append(_memory_text(row["next"]["memory"]))
@@ -211,10 +223,7 @@ def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
 def _plan_text(row: Mapping[str, Any]) -> str:
     """Return the decisions, and the near misses among the nodes of the last decision."""
     decisions = row["decisions"]
-    lines = format_table(
-        _PLAN, [[str(decision["replica"]), *_decision_cells(decision)] for decision in decisions]
-    )
-    parts = [f"{row['placed']} of {row['wanted']} replicas placed", lines]
+    parts = [f"{row['placed']} of {row['wanted']} replicas placed", format_table(_PLAN, decisions)]
     if near := list(_node_lines(decisions[-1])):
         parts.append("\n".join([f"replica {decisions[-1]['replica']}:", *near]))
     parts.append(_memory_text(row["memory"]))
@@ -236,8 +245,8 @@ def _rule_text(row: Mapping[str, Any]) -> str:
     parts = [f"{figures}: {printable(row['says'])}"]
     if row["waits_until"]:
         parts.append(f"cooling down until {row['waits_until']}")
-    changes = [["load", load["node"], load["why"]] for load in row["loads"]]
-    changes += [["retire", replica["node"], replica["why"]] for replica in row["retires"]]
+    changes = [{"do": "load", **load} for load in row["loads"]]
+    changes += [{"do": "retire", **replica} for replica in row["retires"]]
     if changes:
         parts.append(format_table(_CHANGES, changes))
     if row["left_out"]:
@@ -257,25 +266,6 @@ def _comparison_text(stored: ReplayedDecision, recomputed: ReplayedDecision | No
         f"ANOTHER decision: {recomputed.outcome}: {recomputed.reason}\n"
         f"instead of: {stored.outcome}: {stored.reason}"
     )
-
-
-def _replica_cells(replica: Mapping[str, Any], now: datetime) -> Sequence[str]:
-    return [
-        replica["node"],
-        str(replica["replica_index"]),
-        replica["state"],
-        str(replica["in_flight"]),
-        format_age(replica["since"], now),
-    ]
-
-
-def _record_cells(record: Mapping[str, Any], now: datetime) -> Sequence[str]:
-    return [str(record["id"]), format_age(record["last_at"], now), record["kind"], *_decision_cells(record)]
-
-
-def _decision_cells(decision: Mapping[str, Any]) -> Sequence[str]:
-    index = "" if decision["replica_index"] is None else str(decision["replica_index"])
-    return [decision["outcome"], decision["node"] or "", index, decision["reason"]]
 
 
 def _node_lines(placement: Mapping[str, Any]) -> Iterator[str]:

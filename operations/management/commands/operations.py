@@ -94,7 +94,7 @@ def inbox(options: Options) -> str:
 def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
     if options["json"]:
         return command_line.as_json({"operations": entries})
-    return operation_texts.operations_text(entries, clock.now(), none=none)
+    return operation_texts.operations_text(entries, none=none)
 
 
 def history(options: Options) -> str:
