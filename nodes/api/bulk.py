@@ -15,15 +15,9 @@ from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.rest import Described, validate_body
+from nodes.api import node_backends
 from nodes.api.base import NODE_ID, NodeView, actor_of, job_example
 from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
-from nodes.api.node_backends import (
-    ACCEPTED,
-    InstallSerializer,
-    accepted_body,
-    describe_accepted,
-    install_request,
-)
 from nodes.api.node_settings import LABELS
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options
 from nodes.backends import admission
@@ -40,7 +34,7 @@ def _node_ids() -> serializers.ListField:
     return serializers.ListField(child=NodeIds(), min_length=1, max_length=MAX_NODES)
 
 
-class BulkInstallSerializer(InstallSerializer):
+class BulkInstallSerializer(node_backends.InstallSerializer):
     """What to install, on which nodes, and whether in waves; without `waves` on all nodes at once."""
 
     ids = _node_ids()
@@ -102,7 +96,7 @@ def _verb_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 class BulkView(NodeView):
     """`/api/nodes/bulk`."""
 
-    @describe_accepted(
+    @node_backends.describe_accepted(
         "nodes_bulk",
         "Run a verb on many nodes",
         refused=(400, 409, 413),
@@ -128,13 +122,13 @@ class BulkView(NodeView):
         admitted = bulk.request(bulk_request, now=clock.now())
         started = "started" if admitted.created else "in progress already"
         message = f"{fields['verb']} of {admitted.operation.element} {started}"
-        return Response(ACCEPTED.of(**job_fields(admitted, message)), status=202)
+        return Response(node_backends.ACCEPTED.of(**job_fields(admitted, message)), status=202)
 
 
 class BulkInstallView(NodeView):
     """`/api/nodes/backends/install`."""
 
-    @describe_accepted(
+    @node_backends.describe_accepted(
         "nodes_bulk_install",
         "Install a backend on many nodes",
         refused=(400, 409, 413),
@@ -149,8 +143,8 @@ class BulkInstallView(NodeView):
         If a node cannot take it, nothing starts: 409 names the nodes with their reasons.
         """
         fields = validate_body(BulkInstallSerializer, request)
-        command, ids = install_request(fields), fields["ids"]
+        command, ids = node_backends.install_request(fields), fields["ids"]
         nodes = chosen_nodes(command, ids, field="ids")
         scope = add_wave_options(RequestScope(nodes, requester_of(request)), fields)
         admitted = admission.admit_on_nodes(command, scope, field="ids", now=clock.now())
-        return Response(accepted_body(admitted, INSTALL), status=202)
+        return Response(node_backends.accepted_body(admitted, INSTALL), status=202)

@@ -21,18 +21,9 @@ from localai_cluster.web.envelopes import flat_error
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
+from nodes.api import node_backends
 from nodes.api.base import BackendRoute
 from nodes.api.models import WAIT_FOR_END, wait_for_end
-from nodes.api.node_backends import (
-    COMMAND_TEXTS,
-    REQUIRED_NAME,
-    BackendSerializer,
-    InstallSerializer,
-    accepted_body,
-    backend_name_in,
-    check_backend_name,
-    install_request,
-)
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options, last_replicas_field
 from nodes.backends import catalogue, node_commands, wave_requests
 from nodes.backends.admission import admit, admit_on_nodes
@@ -87,7 +78,7 @@ class InstallEverywhereSerializer(NodesSerializer):
     force = _force_flag("Replace the files where it is installed: its engines stop, and their requests end.")
 
 
-class ExternalSerializer(InstallSerializer, NodesSerializer):
+class ExternalSerializer(node_backends.InstallSerializer, NodesSerializer):
     """A backend to install from an address, and the nodes."""
 
     force = _force_flag("Stop engines of this name at once; without it, their requests may end first.")
@@ -157,13 +148,13 @@ class _NamedBackendView(BackendRoute):
         return Response(
             started_body(
                 admit_command(RequestScope((), requester_of(request)), command, fields),
-                COMMAND_TEXTS[self.kind],
+                node_backends.COMMAND_TEXTS[self.kind],
             )
         )
 
     def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request for the backend in the path."""
-        return BackendRequest(self.kind, backend_name_in(name))
+        return BackendRequest(self.kind, node_backends.backend_name_in(name))
 
 
 class InstallEverywhereView(_NamedBackendView):
@@ -185,7 +176,7 @@ class InstallEverywhereView(_NamedBackendView):
     def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request with the gallery of `gallery@name`."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
-        return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
+        return BackendRequest(INSTALL, node_backends.backend_name_in(name), gallery=gallery, force=force)
 
 
 class InstallExternalView(BackendRoute):
@@ -203,11 +194,13 @@ class InstallExternalView(BackendRoute):
         fields = validate_body(ExternalSerializer, request)
         if not fields.get("uri"):
             raise errors.InvalidInput("uri is required", field="uri")
-        command = install_request(
+        command = node_backends.install_request(
             {name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True
         )
         by = replace(RequestScope((), requester_of(request)), drains=not fields.get("force", False))
-        return Response(started_body(admit_command(by, command, fields), COMMAND_TEXTS[INSTALL]))
+        return Response(
+            started_body(admit_command(by, command, fields), node_backends.COMMAND_TEXTS[INSTALL])
+        )
 
 
 class UpgradeEverywhereView(_NamedBackendView):
@@ -271,7 +264,7 @@ _CHANGES = {"upgrade": UPGRADE, "reinstall": INSTALL, "delete": DELETE}
 """The kind of operation by verb."""
 
 
-class BackendChangeSerializer(BackendSerializer, NodesSerializer):
+class BackendChangeSerializer(node_backends.BackendSerializer, NodesSerializer):
     """One backend, its nodes, and the models whose last replica an upgrade in waves may stop."""
 
     last_replicas = last_replicas_field()
@@ -334,7 +327,9 @@ class ChangesView(BackendRoute):
             return Response(CHANGE_OUTCOMES.of(results=[CHANGE_OUTCOME.of(**outcome) for outcome in checked]))
         for command, scope in scopes:
             try:
-                outcome = {"backend": command.backend} | accepted_body(_admit(command, scope), kind)
+                outcome = {"backend": command.backend} | node_backends.accepted_body(
+                    _admit(command, scope), kind
+                )
             except errors.ClusterError as error:  # The state has changed since the check.
                 outcome = _refusal_row(command, error)
             results.append(CHANGE_OUTCOME.of(**outcome))
@@ -367,13 +362,13 @@ BACKEND_REMOVED = Shape(
 class ApplySerializer(NullIsAbsent):
     """A backend to install on all nodes."""
 
-    id = Text(max_length=255, schema=REQUIRED_NAME)
+    id = Text(max_length=255, schema=node_backends.REQUIRED_NAME)
     force = Flag(required=False)
 
     def validate_id(self, value: str) -> str:
         if not value:
             raise serializers.ValidationError("must not be empty")
-        return check_backend_name(value) or ""
+        return node_backends.check_backend_name(value) or ""
 
 
 def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
@@ -384,7 +379,7 @@ def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
             id=job,
             jobID=job,
             status_url=request.build_absolute_uri(f"/backends/jobs/{job}"),
-            message=COMMAND_TEXTS[command.kind].of(admission),
+            message=node_backends.COMMAND_TEXTS[command.kind].of(admission),
             deduplicated=not admission.created,
         )
     )
@@ -419,7 +414,7 @@ class PlainUpgradeView(BackendRoute):
     )
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it, at once."""
-        return _admit_scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
+        return _admit_scheduled(request, BackendRequest(UPGRADE, node_backends.backend_name_in(name)))
 
 
 class PlainDeleteView(BackendRoute):
@@ -430,7 +425,7 @@ class PlainDeleteView(BackendRoute):
     )
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it."""
-        return _admit_scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
+        return _admit_scheduled(request, BackendRequest(DELETE, node_backends.backend_name_in(name)))
 
 
 class DeleteAndWaitView(BackendRoute):
@@ -449,7 +444,7 @@ class DeleteAndWaitView(BackendRoute):
 
         It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
         """
-        command = BackendRequest(DELETE, backend_name_in(name))
+        command = BackendRequest(DELETE, node_backends.backend_name_in(name))
         operation = wait_for_end(
             admit_command(RequestScope((), requester_of(request)), command, {}).operation, WAIT_FOR_END
         )

@@ -21,6 +21,7 @@ from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Row
 from nodes.api import definition_entries
+from nodes.api import definition_shapes as shapes
 from nodes.api.base import (
     ModelRoute,
     integer_schema,
@@ -28,26 +29,6 @@ from nodes.api.base import (
     query_parameter,
     read_query,
     response_example,
-)
-from nodes.api.definition_shapes import (
-    DEFINITIONS,
-    DETAIL,
-    DETAIL_EXAMPLE,
-    FORM_EXAMPLE,
-    MOMENT_EXAMPLE,
-    ORIGIN,
-    PREVIEW,
-    REMOVAL,
-    REVISION,
-    REVISIONS,
-    STATE,
-    SUMMARY_EXAMPLE,
-    YAML_EXAMPLE,
-    DefinitionCloneSerializer,
-    DefinitionCreateSerializer,
-    DefinitionEditSerializer,
-    DefinitionPreviewSerializer,
-    DefinitionRestoreSerializer,
 )
 from nodes.definitions import edit, schema, store
 from nodes.definitions.folder import folder
@@ -67,8 +48,8 @@ _MODEL = OpenApiParameter(
 _PAGE_NUMBER = query_parameter("page", integer_schema(1, FARTHEST, 1), "The page.")
 _LIST = [
     query_parameter("term", TEXT, "Part of the name, backend or model."),
-    query_parameter("origin", ORIGIN, "Where it comes from."),
-    query_parameter("state", STATE, "Its state."),
+    query_parameter("origin", shapes.ORIGIN, "Where it comes from."),
+    query_parameter("state", shapes.STATE, "Its state."),
     _PAGE_NUMBER,
     query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
 ]
@@ -112,11 +93,11 @@ class DefinitionsView(_DefinitionRoute):
     @describe(
         "definitions",
         "List model definitions",
-        DEFINITIONS,
+        shapes.DEFINITIONS,
         refused=(400,),
         parameters=_LIST,
         shown={
-            "definitions": [SUMMARY_EXAMPLE],
+            "definitions": [shapes.SUMMARY_EXAMPLE],
             "total": 1,
             "page": 1,
             "items": DEFAULT_ITEMS,
@@ -137,7 +118,7 @@ class DefinitionsView(_DefinitionRoute):
             and (not term or entry.contains(term))
         ]
         shown = entries[(page - 1) * items : page * items]
-        body = DEFINITIONS.of(
+        body = shapes.DEFINITIONS.of(
             definitions=definition_entries.summaries_of(shown),
             total=len(entries),
             page=page,
@@ -149,16 +130,16 @@ class DefinitionsView(_DefinitionRoute):
     @describe(
         "definitions_create",
         "Store a model definition",
-        DETAIL,
+        shapes.DETAIL,
         status=201,
         refused=(400, 409, 413),
-        body=DefinitionCreateSerializer,
-        sent={"text": YAML_EXAMPLE, "reason": "for the team"},
-        examples=[response_example(DETAIL_EXAMPLE, "created", "201")],
+        body=shapes.DefinitionCreateSerializer,
+        sent={"text": shapes.YAML_EXAMPLE, "reason": "for the team"},
+        examples=[response_example(shapes.DETAIL_EXAMPLE, "created", "201")],
     )
     def post(self, request: Request) -> Response:
         """409 if the model is defined already. Secrets are refused."""
-        fields = validate_body(DefinitionCreateSerializer, request)
+        fields = validate_body(shapes.DefinitionCreateSerializer, request)
         text = fields["text"]
         if name := fields.get("name"):
             text = edit.rename(text, name)
@@ -188,16 +169,16 @@ class DefinitionPreviewView(_DefinitionRoute):
     @describe(
         "definitions_preview",
         "Check a definition, and show what saving it would do",
-        PREVIEW,
+        shapes.PREVIEW,
         refused=(400, 413),
-        body=DefinitionPreviewSerializer,
+        body=shapes.DefinitionPreviewSerializer,
         sent={"name": "m", "changes": {"context_size": 8192}},
         shown={
             "valid": True,
             "errors": [],
             "warnings": [],
-            "text": YAML_EXAMPLE,
-            "form": FORM_EXAMPLE,
+            "text": shapes.YAML_EXAMPLE,
+            "form": shapes.FORM_EXAMPLE,
             "revision_changes": True,
             "replicas": [],
             "fit": None,
@@ -206,7 +187,7 @@ class DefinitionPreviewView(_DefinitionRoute):
     )
     def post(self, request: Request) -> Response:
         """Errors with line and column, the replicas that renewal replaces, where it fits; saves nothing."""
-        fields = validate_body(DefinitionPreviewSerializer, request)
+        fields = validate_body(shapes.DefinitionPreviewSerializer, request)
         name = fields.get("name", "")
         former = store.text_in_force(name) if name else None
         text = (
@@ -217,14 +198,21 @@ class DefinitionPreviewView(_DefinitionRoute):
             name = checked.definition.name
             former = store.text_in_force(name)
         in_force = async_to_sync(folder().find)(name) if name else None
-        return Response(PREVIEW.of(**definition_preview.preview(text, checked, name, in_force, former or "")))
+        return Response(
+            shapes.PREVIEW.of(**definition_preview.preview(text, checked, name, in_force, former or ""))
+        )
 
 
 class DefinitionView(_DefinitionRoute):
     """`/api/definitions/:name`."""
 
     @describe(
-        "definition", "Show a definition", DETAIL, refused=(404,), parameters=[_MODEL], shown=DETAIL_EXAMPLE
+        "definition",
+        "Show a definition",
+        shapes.DETAIL,
+        refused=(404,),
+        parameters=[_MODEL],
+        shown=shapes.DETAIL_EXAMPLE,
     )
     def get(self, request: Request, name: str) -> Response:
         """With its YAML, the values of the form, and its files."""
@@ -233,12 +221,12 @@ class DefinitionView(_DefinitionRoute):
     @describe(
         "definition_save",
         "Change a definition",
-        DETAIL,
+        shapes.DETAIL,
         refused=(400, 404, 409, 413),
-        body=DefinitionEditSerializer,
+        body=shapes.DefinitionEditSerializer,
         parameters=[_MODEL],
         sent={"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"},
-        shown=DETAIL_EXAMPLE,
+        shown=shapes.DETAIL_EXAMPLE,
     )
     def put(self, request: Request, name: str) -> Response:
         """Adds a revision; renewal then replaces the replicas of the former one.
@@ -246,7 +234,7 @@ class DefinitionView(_DefinitionRoute):
         409 with `revision` if it has moved since. Of a model that a file defines the text is stored, and
         `shadowed` says that the file stays in force.
         """
-        fields = validate_body(DefinitionEditSerializer, request)
+        fields = validate_body(shapes.DefinitionEditSerializer, request)
         former = store.text_in_force(name)
         if former is None:
             raise errors.NotFound("there is no such definition")
@@ -256,7 +244,7 @@ class DefinitionView(_DefinitionRoute):
     @describe(
         "definition_delete",
         "Delete a stored definition",
-        REMOVAL,
+        shapes.REMOVAL,
         status=202,
         meaning="The operation is recorded.",
         refused=(400, 404, 409),
@@ -277,7 +265,7 @@ def remove(request: Request, name: str, *, with_files: bool) -> Row:
     """Request the deletion; return its operation."""
     removal = RemovalRequest(name, requester_of(request), with_files)
     admission = definition_removal.request_removal(removal, now=clock.now())
-    return REMOVAL.of(**job_fields(admission, "the definition is being deleted"))
+    return shapes.REMOVAL.of(**job_fields(admission, "the definition is being deleted"))
 
 
 class DefinitionCloneView(_DefinitionRoute):
@@ -286,17 +274,17 @@ class DefinitionCloneView(_DefinitionRoute):
     @describe(
         "definition_clone",
         "Copy a definition under another name",
-        DETAIL,
+        shapes.DETAIL,
         status=201,
         refused=(400, 404, 409, 413),
-        body=DefinitionCloneSerializer,
+        body=shapes.DefinitionCloneSerializer,
         parameters=[_MODEL],
         sent={"name": "m-long"},
-        examples=[response_example(DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201")],
+        examples=[response_example(shapes.DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201")],
     )
     def post(self, request: Request, name: str) -> Response:
         """The files are the same. 409 if the new name is defined already."""
-        fields = validate_body(DefinitionCloneSerializer, request)
+        fields = validate_body(shapes.DefinitionCloneSerializer, request)
         text = store.text_in_force(name)
         if text is None:
             raise errors.NotFound("there is no such definition")
@@ -306,7 +294,7 @@ class DefinitionCloneView(_DefinitionRoute):
         return Response(self.save(request, None, copied, {"reason": reason}), status=201)
 
 
-_describe_switch = partial(describe, answer=DETAIL, refused=(404, 409), parameters=[_MODEL])
+_describe_switch = partial(describe, answer=shapes.DETAIL, refused=(404, 409), parameters=[_MODEL])
 
 
 def _set_disabled(name: str, disabled: bool) -> Response:
@@ -319,7 +307,7 @@ class DefinitionDisableView(_DefinitionRoute):
     """`/api/definitions/:name/disable`."""
 
     @_describe_switch(
-        "definition_disable", "Disable a definition", shown=DETAIL_EXAMPLE | {"state": "disabled"}
+        "definition_disable", "Disable a definition", shown=shapes.DETAIL_EXAMPLE | {"state": "disabled"}
     )
     def post(self, request: Request, name: str) -> Response:
         """Requests for the model get 404 from then on; its replicas are unloaded after their last request."""
@@ -329,7 +317,7 @@ class DefinitionDisableView(_DefinitionRoute):
 class DefinitionEnableView(_DefinitionRoute):
     """`/api/definitions/:name/enable`."""
 
-    @_describe_switch("definition_enable", "Enable a definition", shown=DETAIL_EXAMPLE)
+    @_describe_switch("definition_enable", "Enable a definition", shown=shapes.DETAIL_EXAMPLE)
     def post(self, request: Request, name: str) -> Response:
         """The next request loads the model."""
         return _set_disabled(name, False)
@@ -341,7 +329,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
     @describe(
         "definition_revisions",
         "List the revisions of a definition",
-        REVISIONS,
+        shapes.REVISIONS,
         refused=(400, 404),
         parameters=_REVISION_PAGE,
         shown={
@@ -349,7 +337,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
                 {
                     "number": 1,
                     "actor": "ann",
-                    "at": MOMENT_EXAMPLE,
+                    "at": shapes.MOMENT_EXAMPLE,
                     "reason": "for the team",
                     "origin": "editor",
                     "diff": "--- revision 0\n+++ revision 1\n",
@@ -370,9 +358,9 @@ class DefinitionRevisionsView(_DefinitionRoute):
             definition_entries.find_entry(name)
         shown = list(revisions[(page - 1) * items : page * items])
         return Response(
-            REVISIONS.of(
+            shapes.REVISIONS.of(
                 revisions=[
-                    REVISION.of_object(revision, diff=diff)
+                    shapes.REVISION.of_object(revision, diff=diff)
                     for revision, diff in zip(shown, store.diffs(shown), strict=True)
                 ],
                 total=total,
@@ -388,16 +376,16 @@ class DefinitionRestoreView(_DefinitionRoute):
     @describe(
         "definition_restore",
         "Restore a revision of a definition",
-        DETAIL,
+        shapes.DETAIL,
         refused=(400, 404, 409, 413),
-        body=DefinitionRestoreSerializer,
+        body=shapes.DefinitionRestoreSerializer,
         parameters=[_MODEL, OpenApiParameter("number", OpenApiTypes.INT, OpenApiParameter.PATH)],
         sent={"revision": 3},
-        shown=DETAIL_EXAMPLE,
+        shown=shapes.DETAIL_EXAMPLE,
     )
     def post(self, request: Request, name: str, number: int) -> Response:
         """Its text becomes the newest revision; 409 with `revision` if the definition has changed since."""
-        fields = validate_body(DefinitionRestoreSerializer, request) if request.data else {}
+        fields = validate_body(shapes.DefinitionRestoreSerializer, request) if request.data else {}
         store.restore(
             name,
             number,

@@ -26,6 +26,7 @@ from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Text, Whole, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
+from nodes.api import models
 from nodes.api.base import (
     JOB_ID,
     MOMENT,
@@ -35,16 +36,6 @@ from nodes.api.base import (
     read_query,
     require_node_id,
     text_schema,
-)
-from nodes.api.models import (
-    MAX_MODEL_LENGTH,
-    UNLOAD_MESSAGES,
-    WAIT_FOR_END,
-    UnloadModelSerializer,
-    check_model_name,
-    describe_waiting_command,
-    run_and_respond,
-    wait_for_end,
 )
 from nodes.api.worker_routes import parse_id
 from nodes.backends import node_commands, worker_logs
@@ -100,7 +91,7 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-_MONITORED = [query_parameter("model", text_schema(MAX_MODEL_LENGTH), "Which model.", required=True)]
+_MONITORED = [query_parameter("model", text_schema(models.MAX_MODEL_LENGTH), "Which model.", required=True)]
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITOR_EXAMPLE = {
     "state": 2,
@@ -118,14 +109,14 @@ _MONITOR_EXAMPLE = {
 }
 
 
-class BackendModelSerializer(UnloadModelSerializer):
+class BackendModelSerializer(models.UnloadModelSerializer):
     """The name of a model, in the reference's field."""
 
     model_name = None  # type: ignore[assignment]
-    model = Text(max_length=MAX_MODEL_LENGTH, schema={"minLength": 1})
+    model = Text(max_length=models.MAX_MODEL_LENGTH, schema={"minLength": 1})
 
     def validate_model(self, name: str) -> str:
-        return check_model_name(name)
+        return models.check_model_name(name)
 
 
 class LoadModelSerializer(BackendModelSerializer):
@@ -197,9 +188,9 @@ class LoadView(APIView):
 def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
     """Return the response: 200 if all loads have ended, 202 if one is still running. Raise LoadFailed."""
     if wait:
-        until = clock.monotonic() + WAIT_FOR_END
+        until = clock.monotonic() + models.WAIT_FOR_END
         operations = [
-            wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
+            models.wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
         ]
     for operation in operations:
         if operation.status in (Status.FAILED, Status.CANCELLED):
@@ -217,14 +208,14 @@ def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -
 class ShutdownView(APIView):
     """`/backend/shutdown`."""
 
-    @describe_waiting_command(
-        "backend_shutdown", "Stop a model", BackendModelSerializer, UNLOAD_MESSAGES, key="model"
+    @models.describe_waiting_command(
+        "backend_shutdown", "Stop a model", BackendModelSerializer, models.UNLOAD_MESSAGES, key="model"
     )
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
         fields = validate_body(BackendModelSerializer, request)
-        return run_and_respond(
-            request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOAD_MESSAGES
+        return models.run_and_respond(
+            request, unload_requests.unload, fields | {"model_name": fields["model"]}, models.UNLOAD_MESSAGES
         )
 
 

@@ -16,15 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import join_script
-from localai_cluster.accounts import principals
-from localai_cluster.accounts.authentication import (
-    CHALLENGE,
-    BearerAuthentication,
-    CookieAuthentication,
-    client_address,
-    person_of,
-    principal,
-)
+from localai_cluster.accounts import authentication, principals
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.web import rest, throttle
 from localai_cluster.web.openapi import describe
@@ -225,11 +217,11 @@ class JoinAuthentication(BaseAuthentication):
         offered = principals.bearer(request.headers.get("authorization", ""))
         if not offered:
             return None
-        throttle.token_failures().check(client_address(request), clock.now())
+        throttle.token_failures().check(authentication.client_address(request), clock.now())
         try:
             return self._authenticate_machine(request, offered)
         except identity.WrongCredential:
-            throttle.token_failures().note(client_address(request), clock.now())
+            throttle.token_failures().note(authentication.client_address(request), clock.now())
             raise
 
     @staticmethod
@@ -239,13 +231,13 @@ class JoinAuthentication(BaseAuthentication):
             return principals.JOINING, None
         if principals.is_registration_token(offered):
             return principals.JOINING, None
-        if person_of(request).is_authenticated:
+        if authentication.person_of(request).is_authenticated:
             return None
         raise identity.WrongCredential("invalid registration token")
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge that makes DRF respond 401, not 403."""
-        return CHALLENGE
+        return authentication.CHALLENGE
 
 
 class MayJoin(BasePermission):
@@ -254,14 +246,18 @@ class MayJoin(BasePermission):
     message = "admin access required"
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
-        caller = principal(request)
+        caller = authentication.principal(request)
         return caller.kind == "joining" or caller.is_admin
 
 
 class JoinView(NodeView):
     """Base of the routes for script and wheel."""
 
-    authentication_classes = [JoinAuthentication, BearerAuthentication, CookieAuthentication]
+    authentication_classes = [
+        JoinAuthentication,
+        authentication.BearerAuthentication,
+        authentication.CookieAuthentication,
+    ]
     permission_classes = [MayJoin]
     tag = "worker"
 

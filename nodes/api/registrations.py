@@ -34,20 +34,8 @@ from localai_cluster.web.envelopes import body_of, refusal_headers, translate_er
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
+from nodes.api import worker_routes
 from nodes.api.base import request_example, response_example
-from nodes.api.worker_routes import (
-    INSTANCE,
-    NO_CREDENTIAL,
-    SECRET,
-    WORKER_REFUSAL,
-    RegistrationAuthentication,
-    Scope,
-    client_of,
-    headers_of,
-    method_not_allowed,
-    refusal_for_caller,
-    send_json,
-)
 from nodes.models import NodeType
 from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
@@ -251,7 +239,9 @@ REGISTERED = Shape(
         field("nats_url", TEXT, optional=True),
     ],
 )
-REGISTRATION_REFUSAL = Named("RegistrationRefusal", {"oneOf": [WORKER_REFUSAL.ref, reference("Refusal")]})
+REGISTRATION_REFUSAL = Named(
+    "RegistrationRefusal", {"oneOf": [worker_routes.WORKER_REFUSAL.ref, reference("Refusal")]}
+)
 
 
 _Waiting = tuple[Claim, "asyncio.Future[registration.RegistrationOutcome | None]"]
@@ -344,7 +334,7 @@ class RegistrationApplication:
     def __init__(self) -> None:
         self._registrar = Registrar()
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:
             status, body, headers = 201, await self._register(scope, receive), {}
         except wire.Disconnected:
@@ -356,13 +346,13 @@ class RegistrationApplication:
             status, body, headers = refusal.status, body_of(refusal, self), refusal_headers(refusal)
             if status == 405:
                 headers = {"Allow": "POST"}
-        await send_json(send, status, body, _PRIVATE_HEADERS | headers)
+        await worker_routes.send_json(send, status, body, _PRIVATE_HEADERS | headers)
 
-    async def _register(self, scope: Scope, receive: Any) -> dict[str, Any]:
-        headers, address = headers_of(scope), client_of(scope)
+    async def _register(self, scope: worker_routes.Scope, receive: Any) -> dict[str, Any]:
+        headers, address = worker_routes.headers_of(scope), worker_routes.client_of(scope)
         offered, ticket = await _authenticate(scope, headers, address)
         if scope["method"] != "POST":
-            raise method_not_allowed(scope["method"])
+            raise worker_routes.method_not_allowed(scope["method"])
         fields = await _read_fields(headers, receive)
         await _check_token(fields.pop("token", ""), offered, address)
         registered = await self._registrar.register(
@@ -393,13 +383,13 @@ def _server_host(headers: dict[bytes, str]) -> str:
 
 
 async def _authenticate(
-    scope: Scope, headers: dict[bytes, str], address: str
+    scope: worker_routes.Scope, headers: dict[bytes, str], address: str
 ) -> tuple[str, joining.JoinTicket | None]:
     """Return the header's token, and its ticket if it is a join token. Raise the errors for 401 and 429."""
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
         if not offered:
-            raise errors.NotAuthenticated(NO_CREDENTIAL)
+            raise errors.NotAuthenticated(worker_routes.NO_CREDENTIAL)
         await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
         if principals.is_registration_token(offered):
             return offered, None
@@ -411,7 +401,7 @@ async def _authenticate(
             raise identity.WrongCredential("invalid registration token")
         return offered, await _in_thread(lambda: joining.recognise(offered, fingerprint, clock.now()))
     except errors.NotAuthenticated as refusal:
-        raise await refusal_for_caller(refusal, scope) from refusal
+        raise await worker_routes.refusal_for_caller(refusal, scope) from refusal
 
 
 async def _read_fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
@@ -450,7 +440,7 @@ _NESTED_EXAMPLE = {"error": {"code": 401, "message": "registration token require
 class RegistrationDescription(APIView):
     """`/api/node/register` (§1.1, R1.29)."""
 
-    authentication_classes = [RegistrationAuthentication]
+    authentication_classes = [worker_routes.RegistrationAuthentication]
     permission_classes = []
     tag = "worker"
 
@@ -469,7 +459,7 @@ class RegistrationDescription(APIView):
         },
         refused=(400, 409, 413, 429),
         body=RegistrationSerializer,
-        parameters=[SECRET, INSTANCE],
+        parameters=[worker_routes.SECRET, worker_routes.INSTANCE],
         shown=_NODE_EXAMPLE,
         examples=[
             request_example(REGISTRATION, "A worker without a GPU"),

@@ -19,24 +19,17 @@ from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import MessageSerializer
+from nodes.api import worker_routes
 from nodes.api.base import NodeView
 from nodes.api.nodes import replica_rows
-from nodes.api.worker_routes import (
-    INSTANCE,
-    NEW_SECRET,
-    WORKER_REFUSAL,
-    WRONG_SECRET_MEANING,
-    IsTheNode,
-    NodeAuthentication,
-)
 from nodes.registry import claims, identity, lifecycle
 from nodes.replicas.shape import REPLICA
 
 _describe = partial(
     describe,
     refused=(400, 404, 409, 429),
-    parameters=[INSTANCE],
-    others={401: OpenApiResponse(WORKER_REFUSAL.ref, WRONG_SECRET_MEANING)},
+    parameters=[worker_routes.INSTANCE],
+    others={401: OpenApiResponse(worker_routes.WORKER_REFUSAL.ref, worker_routes.WRONG_SECRET_MEANING)},
 )
 
 
@@ -49,15 +42,15 @@ def _describe_message(
         MessageSerializer,
         meaning="Done.",
         shown={"message": message},
-        parameters=[INSTANCE, *parameters],
+        parameters=[worker_routes.INSTANCE, *parameters],
     )
 
 
 class SelfServiceView(NodeView):
     """A route of the node in the URL, for that node alone."""
 
-    authentication_classes = [NodeAuthentication]
-    permission_classes = [IsTheNode]
+    authentication_classes = [worker_routes.NodeAuthentication]
+    permission_classes = [worker_routes.IsTheNode]
     flat_auth = True
     tag = "worker"
 
@@ -127,7 +120,9 @@ class SelfRotateView(SelfServiceView):
 
     rotating = True
 
-    @_describe_message("node_rotate", "Replace the worker's secret", "secret replaced", NEW_SECRET)
+    @_describe_message(
+        "node_rotate", "Replace the worker's secret", "secret replaced", worker_routes.NEW_SECRET
+    )
     def post(self, request: Request, node_id: str) -> Response:
         """Replaces the worker's secret, by itself or on request; the old secret is rejected from then on."""
         new = request.headers.get(identity.NEW_SECRET_HEADER, "")

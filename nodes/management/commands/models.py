@@ -11,17 +11,8 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from localai_cluster.accounts.command_line import (
-    AddVerb,
-    Columns,
-    Options,
-    VerbCommand,
-    as_json,
-    current_actor,
-    format_age,
-    format_table,
-    printable,
-)
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import Row
@@ -44,7 +35,7 @@ _LIST: Columns = {
     "ORIGIN": "origin",
     "STATE": "state",
     "REVISION": lambda row: row["revision"] or "",
-    "CHANGED": lambda row: format_age(row["updated_at"].isoformat(), clock.now()),
+    "CHANGED": lambda row: command_line.format_age(row["updated_at"].isoformat(), clock.now()),
     "BY": "actor",
 }
 _FITS = {True: "yes", False: "no", None: "unknown"}
@@ -62,7 +53,7 @@ _CANDIDATES: Columns = {
 }
 _HISTORY: Columns = {
     "REVISION": "number",
-    "CHANGED": lambda revision: format_age(revision.at.isoformat(), clock.now()),
+    "CHANGED": lambda revision: command_line.format_age(revision.at.isoformat(), clock.now()),
     "BY": "actor",
     "ORIGIN": "origin",
     "REASON": "reason",
@@ -148,10 +139,10 @@ def list_models(options: Options) -> str:
     rows = definition_entries.summaries_of(entries)
     unusable = definition_entries.read_unusable_rows()
     if options["json"]:
-        return as_json({"definitions": rows, "unusable": unusable})
-    lines = [format_table(_LIST, rows)] if rows else []
+        return command_line.as_json({"definitions": rows, "unusable": unusable})
+    lines = [command_line.format_table(_LIST, rows)] if rows else []
     lines += [
-        f"unusable: {printable(row['file'] or row['name'])}: {printable(row['error'])}" for row in unusable
+        command_line.printable(f"unusable: {row['file'] or row['name']}: {row['error']}") for row in unusable
     ]
     return "\n".join(lines) or "no definitions"
 
@@ -159,9 +150,9 @@ def list_models(options: Options) -> str:
 def show(options: Options) -> str:
     row = definition_entries.definition_detail(options["model"])
     if options["json"]:
-        return as_json(row)
+        return command_line.as_json(row)
     notes = [f"# the file {row['file']} defines this model and stays in force"] if row["shadowed"] else []
-    notes += [f"# {printable(text)}" for text in (*row["warnings"], row["error"]) if text]
+    notes += [f"# {command_line.printable(text)}" for text in (*row["warnings"], row["error"]) if text]
     return "\n".join([*notes, str(row["text"]).rstrip()])
 
 
@@ -180,7 +171,7 @@ def edit_model(options: Options) -> str:
             name,
             text,
             origin=DefinitionOrigin.EDITOR,
-            actor=str(current_actor()),
+            actor=str(command_line.current_actor()),
             reason=options["reason"],
             expected_revision=row.revision if row is not None else 0,
             now=clock.now(),
@@ -226,7 +217,7 @@ def _saved_text(options: Options, done: str) -> str:
     """Return the text or JSON of the saved definition."""
     row = definition_entries.definition_detail(options["model"])
     if options["json"]:
-        return as_json(row)
+        return command_line.as_json(row)
     shadowed = f"; the file {row['file']} stays in force" if row["shadowed"] else ""
     return f"{options['model']}: {done}{shadowed}"
 
@@ -234,7 +225,7 @@ def _saved_text(options: Options, done: str) -> str:
 def remove(options: Options) -> str:
     """Request the deletion, and follow it to its end."""
     name = options["model"]
-    request = RemovalRequest(name, Requester(str(current_actor())), options["files"])
+    request = RemovalRequest(name, Requester(str(command_line.current_actor())), options["files"])
     admission = definition_removal.request_removal(request, now=clock.now())
     job = admission.operation.id
     return following.follow_unless_detached(options, job, name, {"jobID": str(job)})
@@ -258,9 +249,12 @@ def show_history(options: Options) -> str:
     if options["json"]:
         columns = ("number", "actor", "at", "reason", "origin")
         rows = [{name: getattr(revision, name) for name in columns} for revision in revisions]
-        return as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
+        return command_line.as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
     return "\n\n".join(
-        [format_table(_HISTORY, revisions), *("\n".join(map(printable, diff.splitlines())) for diff in diffs)]
+        [
+            command_line.format_table(_HISTORY, revisions),
+            *("\n".join(map(command_line.printable, diff.splitlines())) for diff in diffs),
+        ]
     )
 
 
@@ -268,7 +262,7 @@ def restore(options: Options) -> str:
     saved = store.restore(
         options["model"],
         options["revision"],
-        actor=str(current_actor()),
+        actor=str(command_line.current_actor()),
         origin=DefinitionOrigin.EDITOR,
         now=clock.now(),
     )
@@ -279,24 +273,28 @@ def add_model(options: Options) -> str:
     """Show the models that the text names, or import one and follow the import to its end."""
     if options["show"]:
         found = inspection.inspect(options["text"], clock.now())
-        return as_json(found) if options["json"] else _inspection_text(found)
+        return command_line.as_json(found) if options["json"] else _inspection_text(found)
     plan = inspection.plan_import(
         options["text"], variant=options["variant"], name=options["name"], now=clock.now()
     )
     if inspection.is_defined(plan.name):
         raise errors.Conflict(f"a model {plan.name} is defined: choose another name with --name, or edit it")
     admission = request_import(
-        plan, by=Requester(str(current_actor())), now=clock.now(), load=options["load"]
+        plan, by=Requester(str(command_line.current_actor())), now=clock.now(), load=options["load"]
     )
     job = admission.operation.id
     return following.follow_unless_detached(options, job, plan.name, {"jobID": str(job), "model": plan.name})
 
 
 def _inspection_text(found: Row) -> str:
-    lines = [printable(f"{found['title']} ({found['kind']})")]
-    lines += [printable(f"{name}: {found[name]}") for name in ("licence", "commit", "problem") if found[name]]
+    lines = [command_line.printable(f"{found['title']} ({found['kind']})")]
+    lines += [
+        command_line.printable(f"{name}: {found[name]}")
+        for name in ("licence", "commit", "problem")
+        if found[name]
+    ]
     if found["variants"]:
-        lines.append(format_table(_VARIANTS, found["variants"]))
+        lines.append(command_line.format_table(_VARIANTS, found["variants"]))
     if found["candidates"]:
-        lines.append(format_table(_CANDIDATES, found["candidates"]))
+        lines.append(command_line.format_table(_CANDIDATES, found["candidates"]))
     return "\n".join(lines)

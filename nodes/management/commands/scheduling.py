@@ -6,14 +6,8 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from localai_cluster.accounts.command_line import (
-    AddVerb,
-    Columns,
-    Options,
-    VerbCommand,
-    as_json,
-    format_table,
-)
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig, RoutePolicy
 from nodes.scheduling import store
@@ -83,8 +77,8 @@ _LIST: Columns = {
 def list_rules(options: Options) -> str:
     rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
     if options["json"]:
-        return as_json(rows)
-    return format_table(_LIST, rows) if rows else "no scheduling rules"
+        return command_line.as_json(rows)
+    return command_line.format_table(_LIST, rows) if rows else "no scheduling rules"
 
 
 def set_rule(options: Options) -> str:
@@ -98,7 +92,7 @@ def set_rule(options: Options) -> str:
         route_policy=options["route_policy"],
     )
     row = store.set_rule(rule, clock.now())
-    return as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"
+    return command_line.as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"
 
 
 def delete_rule(options: Options) -> str:
@@ -108,4 +102,4 @@ def delete_rule(options: Options) -> str:
         message = f"there is no scheduling rule for {model}; `manage.py scheduling list` lists them"
         raise errors.NotFound(message)
     message = "scheduling rule deleted"
-    return as_json({"message": message}) if options["json"] else f"{model}: {message}"
+    return command_line.as_json({"message": message}) if options["json"] else f"{model}: {message}"
