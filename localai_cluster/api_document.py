@@ -19,7 +19,6 @@ from drf_spectacular.extensions import OpenApiAuthenticationExtension, OpenApiSe
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiResponse
 from drf_spectacular.views import SpectacularSwaggerView
 from rest_framework import exceptions
 from rest_framework.request import Request
@@ -36,9 +35,9 @@ from localai_cluster.web.openapi import (
     OPERATION_NAMES,
     Operation,
     RawRoute,
+    describe,
     extend_schema,
     json_body,
-    refusals,
     response_schema_of,
     schema_of,
 )
@@ -151,11 +150,12 @@ class SchemaView(APIView):
     permission_classes = [IsUser]
     renderer_classes = [OpenApiJsonRenderer2]
 
-    @extend_schema(
-        operation_id="schema",
-        summary="Download the OpenAPI document",
-        tags=["documents"],
-        responses={200: OpenApiResponse(OpenApiTypes.OBJECT, "This document."), **refusals(401)},
+    @describe(
+        "schema",
+        "Download the OpenAPI document",
+        OpenApiTypes.OBJECT,
+        meaning="This document.",
+        tag="documents",
     )
     def get(self, request: Request) -> Response:
         """This document."""

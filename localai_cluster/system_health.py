@@ -23,7 +23,7 @@ from localai_cluster import __version__, health
 from localai_cluster.accounts.authentication import BearerAuthentication, RememberingAuthentication
 from localai_cluster.kit import clock, conf, disk, periodic
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
 from nodes.definitions import folder
 from nodes.models import BackendNode, PendingBackendOp, WebProcess
@@ -89,12 +89,7 @@ class SystemHealthView(APIView):
 
     authentication_classes = [BearerAuthentication, RememberingAuthentication]
 
-    @extend_schema(
-        operation_id="system_health",
-        summary="Show how the system is",
-        tags=["system"],
-        responses={200: HEALTH.ref, **refusals(401, 403)},
-    )
+    @describe("system_health", "Show how the system is", HEALTH, tag="system")
     def get(self, request: Request) -> Response:
         """Database, NATS, Redis, processes, schedules, workers, work, definitions, versions and disk."""
         now = clock.now()

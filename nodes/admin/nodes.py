@@ -28,7 +28,7 @@ from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.nkeys import group_characters
-from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
+from localai_cluster.web.admin import ModelAdmin, Observed, ObservedInline
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry import actions, bulk, lifecycle, overrides, resources
 from nodes.registry.actions import Action
@@ -226,12 +226,10 @@ def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Acto
     return f"{node.name} (API token of the agent, shown only once: {result.api_token})"
 
 
-class LabelInline(TabularInline):
-    """The labels of a node, read-only."""
+class LabelInline(ObservedInline):
+    """The labels of a node; the pages and REST edit them."""
 
     model = NodeLabel
-    extra = 0
-    can_delete = False
     fields = readonly_fields = ("key", "value", "source")
     ordering = ("key",)
     verbose_name_plural = "labels"
@@ -241,14 +239,6 @@ class LabelInline(TabularInline):
         return request.user.has_perm("nodes.view_backendnode") or request.user.has_perm(
             "nodes.change_backendnode"
         )
-
-    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return False: the pages and REST edit labels."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return False: the pages and REST edit labels."""
-        return False
 
 
 class VendorFilter(admin.AllValuesFieldListFilter):
@@ -429,5 +419,4 @@ class NodeLabelAdmin(Observed):
 
     list_display = ("node", "key", "value", "source")
     list_filter = ("source",)
-    list_select_related = ("node",)
     search_fields = ("key", "value", "node__name")

@@ -39,7 +39,14 @@ from nodes.backends.backend_requests import (
     select_all_nodes,
 )
 from nodes.commands.outcomes import CommandFailed
-from operations.api.serializers import STARTED, NodesSerializer, requester_of, started_body
+from operations.api.serializers import (
+    DEDUPLICATED,
+    JOB_FIELDS,
+    STARTED,
+    NodesSerializer,
+    requester_of,
+    started_body,
+)
 from operations.ledger.admission import Admission
 from operations.models import Status
 
@@ -246,7 +253,7 @@ CHANGE_OUTCOME = Shape(
         field("jobID", UUID, optional=True),
         field("statusUrl", TEXT, optional=True),
         field("message", TEXT, optional=True),
-        field("deduplicated", FLAG, optional=True),
+        DEDUPLICATED,
         field("error", TEXT, optional=True),
         field("field", TEXT, "The field of the request that is wrong.", optional=True),
         field("last_replicas", TEXTS, "Models to confirm in `last_replicas`.", optional=True),
@@ -344,18 +351,13 @@ JOB_SCHEDULED = Shape(
         field("jobID", UUID, "The same."),
         field("status_url", TEXT, "A whole address."),
         field("message", TEXT),
-        field("deduplicated", FLAG, optional=True),
+        DEDUPLICATED,
     ],
 )
 BACKEND_REMOVED = Shape(
     "BackendRemoved",
     "Whether the backend is gone; `jobID` is the operation that removes it.",
-    [
-        field("success", FLAG),
-        field("message", TEXT),
-        field("jobID", UUID),
-        field("statusUrl", TEXT),
-    ],
+    [field("success", FLAG), *JOB_FIELDS],
 )
 
 

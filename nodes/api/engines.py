@@ -113,7 +113,7 @@ class BackendModelSerializer(models.UnloadModelSerializer):
     """The name of a model, in the reference's field."""
 
     model_name = None  # type: ignore[assignment]
-    model = Text(max_length=models.MAX_MODEL_LENGTH, schema={"minLength": 1})
+    model = Text(max_length=models.MAX_MODEL_LENGTH, source="model_name", schema={"minLength": 1})
 
     def validate_model(self, name: str) -> str:
         return models.check_model_name(name)
@@ -155,7 +155,7 @@ class LoadView(APIView):
 
     def _load(self, request: Request) -> Response:
         fields = validate_body(LoadModelSerializer, request)
-        model: str = fields["model"]
+        model: str = fields["model_name"]
         if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
         if fields.get("replicas") or fields.get("node_id"):
@@ -177,12 +177,12 @@ class LoadView(APIView):
     def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
         node = node_commands.find_node(require_node_id(fields["node_id"])) if fields.get("node_id") else None
         operations = load_request.request_replicas(
-            fields["model"],
+            fields["model_name"],
             fields.get("replicas") or 1,
             node_id=None if node is None else node.pk,
             by=requester_of(request),
         )
-        return _load_response(fields["model"], operations, wait=fields.get("wait", True))
+        return _load_response(fields["model_name"], operations, wait=fields.get("wait", True))
 
 
 def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
@@ -213,9 +213,8 @@ class ShutdownView(APIView):
     )
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
-        fields = validate_body(BackendModelSerializer, request)
         return models.run_and_respond(
-            request, unload_requests.unload, fields | {"model_name": fields["model"]}, models.UNLOAD_MESSAGES
+            request, unload_requests.unload, BackendModelSerializer, models.UNLOAD_MESSAGES
         )
 
 

@@ -109,12 +109,7 @@ class JoinTokenRequestSerializer(NullIsAbsent):
 
 
 def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
-    return [JOIN_TOKEN.of(**_token_row(token, now)) for token in tokens]
-
-
-def _token_row(token: JoinToken, now: datetime) -> Row:
-    columns = {name: getattr(token, name) for name in JOIN_TOKEN.fields if name != "state"}
-    return columns | {"state": joining.state(token, now).value}
+    return [JOIN_TOKEN.of_object(token, state=joining.state(token, now).value) for token in tokens]
 
 
 class JoinTokensView(NodeView):
@@ -166,8 +161,9 @@ class JoinTokensView(NodeView):
             lifetime=body.get("lifetime_seconds", joining.USUAL),
             uses=body.get("uses", 1),
         )
-        shown = CREATED_TOKEN.of(
-            **_token_row(token, now),
+        shown = CREATED_TOKEN.of_object(
+            token,
+            state=joining.state(token, now).value,
             token=plain,
             command=join_script.command(url, plain, wheel),
             url=url,

@@ -42,13 +42,13 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import files, folder
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway
-from nodes.models import BackendNode, NodeModel
+from nodes.models import NodeModel
 from nodes.registry.shape import NODE_STATUS
 from nodes.replicas import unload_requests
 from nodes.replicas.shape import REPLICA_STATE
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
-from operations.api.serializers import job_fields, requester_of
+from operations.api.serializers import DEDUPLICATED, JOB_FIELDS, job_fields, requester_of
 from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -180,12 +180,7 @@ _MODEL_NAME = r"^[^\x00-\x1f\x7f]+$"
 MODEL_DONE = Shape(
     "ModelDone",
     "What was done, by which operation; `statusUrl` tells how it went.",
-    [
-        field("message", TEXT),
-        field("jobID", UUID_SCHEMA),
-        field("statusUrl", TEXT),
-        field("deduplicated", FLAG, optional=True),
-    ],
+    [*JOB_FIELDS, DEDUPLICATED],
 )
 Messages = tuple[str, str]
 """Messages for an operation that has ended, and for an operation that is running."""
@@ -257,33 +252,19 @@ def check_model_name(name: str) -> str:
     return name
 
 
-class _ModelView(NodeView):
-    """Base of the routes that unload or delete a model."""
-
-    def execute(
-        self,
-        request: Request,
-        admit_unload: Callable[..., Admission],
-        shape: type[UnloadModelSerializer],
-        messages: Messages,
-        node_id: str | None = None,
-    ) -> Response:
-        fields = validate_body(shape, request)
-        node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
-        return run_and_respond(request, admit_unload, fields, messages, node)
-
-
 def run_and_respond(
     request: Request,
     admit_unload: Callable[..., Admission],
-    fields: dict[str, Any],
+    shape: type[UnloadModelSerializer],
     messages: Messages,
-    node: BackendNode | None = None,
+    node_id: str | None = None,
 ) -> Response:
     """Create or join the operation, wait for its end, and return the response.
 
     200 if it has ended, 202 if it is still running. Raises CommandFailed with the reasons of a failure.
     """
+    fields = validate_body(shape, request)
+    node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
     unload_request = UnloadRequest(
         fields["model_name"],
         requester_of(request),
@@ -327,7 +308,7 @@ async def _wait_for_end(operation_id: UUID, seconds: float) -> Operation:
             await watch.changed(timeout=min(remaining, POLL_EVERY))
 
 
-class NodeModelUnloadView(_ModelView):
+class NodeModelUnloadView(NodeView):
     """`/api/nodes/:id/models/unload`."""
 
     @describe_waiting_command(
@@ -341,12 +322,12 @@ class NodeModelUnloadView(_ModelView):
 
         Their requests may run on until the deadline; new ones go elsewhere at once. 502 says what failed.
         """
-        return self.execute(
+        return run_and_respond(
             request, unload_requests.unload, UnloadReplicaSerializer, NODE_UNLOAD_MESSAGES, node_id
         )
 
 
-class NodeModelDeleteView(_ModelView):
+class NodeModelDeleteView(NodeView):
     """`/api/nodes/:id/models/delete`."""
 
     @describe_waiting_command(
@@ -357,12 +338,12 @@ class NodeModelDeleteView(_ModelView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Unloads the model from the node and removes its files there; a success where there are none."""
-        return self.execute(
+        return run_and_respond(
             request, unload_requests.delete, DeleteModelSerializer, NODE_DELETE_MESSAGES, node_id
         )
 
 
-class ModelUnloadView(_ModelView):
+class ModelUnloadView(NodeView):
     """`/api/nodes/models/unload`."""
 
     @describe_waiting_command(
@@ -373,10 +354,10 @@ class ModelUnloadView(_ModelView):
     )
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
-        return self.execute(request, unload_requests.unload, UnloadModelSerializer, UNLOAD_MESSAGES)
+        return run_and_respond(request, unload_requests.unload, UnloadModelSerializer, UNLOAD_MESSAGES)
 
 
-class ModelDeleteView(_ModelView):
+class ModelDeleteView(NodeView):
     """`/api/nodes/models/delete`."""
 
     @describe_waiting_command(
@@ -387,4 +368,4 @@ class ModelDeleteView(_ModelView):
     )
     def post(self, request: Request) -> Response:
         """Unloads the model and removes its files from every approved node (R6.13); its definition stays."""
-        return self.execute(request, unload_requests.delete, DeleteModelSerializer, DELETE_MESSAGES)
+        return run_and_respond(request, unload_requests.delete, DeleteModelSerializer, DELETE_MESSAGES)

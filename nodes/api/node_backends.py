@@ -24,7 +24,7 @@ from localai_cluster.web.rest import (
     Text,
     validate_body,
 )
-from localai_cluster.web.shapes import BYTES, FLAG, TEXT, UUID, Shape, column, field
+from localai_cluster.web.shapes import BYTES, FLAG, TEXT, Shape, column
 from localai_cluster.web.wire import parse_json
 from nodes.api.base import (
     NodeView,
@@ -38,7 +38,7 @@ from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
-from operations.api.serializers import CommandTexts, job_fields, requester_of
+from operations.api.serializers import DEDUPLICATED, JOB_FIELDS, CommandTexts, job_fields, requester_of
 from operations.ledger.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -156,12 +156,7 @@ def backend_name_in(text: str) -> str:
 ACCEPTED = Shape(
     "Accepted",
     "An operation was admitted; `statusUrl` tells how it goes.",
-    [
-        field("jobID", UUID),
-        field("statusUrl", TEXT),
-        field("message", TEXT),
-        field("deduplicated", FLAG, optional=True),
-    ],
+    [*JOB_FIELDS, DEDUPLICATED],
 )
 COMMAND_TEXTS = {
     INSTALL: CommandTexts("backend installation started", "already being installed"),

@@ -10,7 +10,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Conflict
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
-from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Shape, count, field
 from nodes.api.base import (
     NODE_ID,
     ModelRoute,
@@ -28,7 +28,7 @@ from nodes.downloads.imports import request_import
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 from nodes.sources import catalogue, inspection
 from nodes.sources.plans import ImportPlan
-from operations.api.serializers import job_fields, requester_of
+from operations.api.serializers import JOB_FIELDS, job_fields, requester_of
 from operations.ledger.admission import Admission
 
 MAX_ITEMS, DEFAULT_ITEMS = 1000, 50
@@ -37,9 +37,7 @@ IMPORT_STARTED = Shape(
     "ImportStarted",
     "The import was admitted; `statusUrl` tells how it goes.",
     [
-        field("jobID", UUID),
-        field("statusUrl", TEXT),
-        field("message", TEXT),
+        *JOB_FIELDS,
         field("model", TEXT, "The name under which it will be defined."),
         field("deduplicated", FLAG),
     ],

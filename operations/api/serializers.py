@@ -92,16 +92,12 @@ class OperationRoute(FlatView):
 
 
 MAX_NODES = 2000
+JOB_FIELDS = [field("jobID", UUID), field("statusUrl", TEXT), field("message", TEXT)]
+DEDUPLICATED = field("deduplicated", FLAG, optional=True)
 STARTED = Shape(
     "Started",
     "An operation was admitted; `statusUrl` tells how it goes.",
-    [
-        field("jobID", UUID),
-        field("uuid", UUID, "The same."),
-        field("statusUrl", TEXT),
-        field("message", TEXT),
-        field("deduplicated", FLAG, optional=True),
-    ],
+    [*JOB_FIELDS, field("uuid", UUID, "The same."), DEDUPLICATED],
 )
 
 
