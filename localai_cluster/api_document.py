@@ -19,7 +19,6 @@ from drf_spectacular.extensions import OpenApiAuthenticationExtension, OpenApiSe
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiResponse
 from drf_spectacular.views import SpectacularSwaggerView
 from rest_framework import exceptions
 from rest_framework.request import Request
@@ -36,16 +35,18 @@ from localai_cluster.web.openapi import (
     OPERATION_NAMES,
     Operation,
     RawRoute,
+    describe,
     extend_schema,
     json_body,
-    refusals,
     response_schema_of,
     schema_of,
 )
 from localai_cluster.web.policy import CSP, policy
+from localai_cluster.web.rest import Described, Strict
 from localai_cluster.web.shapes import COMPONENTS, reference
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
+from nodes.api.registrations import RegistrationDescription
 from nodes.dialects import audio
 from nodes.dialects import routes as inference
 from nodes.live import shapes as live
@@ -126,16 +127,18 @@ class JoinScheme(BearerScheme):  # type: ignore[no-untyped-call]
 
 
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
-    """Extension that lets a serializer correct its schema: required fields, and limits of a view."""
+    """Extension that adds what fields and serializers declare: limits of a view, required fields."""
 
-    target_class = "localai_cluster.web.rest.Described"
+    target_class = "rest_framework.serializers.Serializer"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:
-        """Return the schema of the fields after the serializer has corrected it."""
-        schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
-        described: Operation = self.target.described(schema)
-        return described
+        """Return the schema of the fields after fields and serializer have corrected it."""
+        schema: Operation = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        for name, field in self.target.fields.items():
+            if isinstance(field, Strict):
+                schema["properties"][name] |= field.schema
+        return self.target.described(schema) if isinstance(self.target, Described) else schema
 
 
 class SchemaView(APIView):
@@ -147,11 +150,12 @@ class SchemaView(APIView):
     permission_classes = [IsUser]
     renderer_classes = [OpenApiJsonRenderer2]
 
-    @extend_schema(
-        operation_id="schema",
-        summary="Download the OpenAPI document",
-        tags=["documents"],
-        responses={200: OpenApiResponse(OpenApiTypes.OBJECT, "This document."), **refusals(401)},
+    @describe(
+        "schema",
+        "Download the OpenAPI document",
+        OpenApiTypes.OBJECT,
+        meaning="This document.",
+        tag="documents",
     )
     def get(self, request: Request) -> Response:
         """This document."""
@@ -395,18 +399,27 @@ Endpoint = tuple[str, str, str, Any]
 def describe_views(endpoints: list[Endpoint]) -> list[Endpoint]:
     """Apply the descriptions that views have registered; a preprocessing hook of drf-spectacular.
 
-    Also add the route of the document itself, which imports this module only when it is requested.
+    Also add the route of the document itself, which imports this module only when it is requested, and the
+    raw route for registrations, whose body is a serializer.
     """
     extend: Any = utils  # untyped
+    all_endpoints = [
+        *endpoints,
+        ("/api/schema", "/api/schema", "GET", SchemaView.as_view()),
+        ("/api/node/register", "/api/node/register", "POST", RegistrationDescription.as_view()),
+    ]
+    classes = {
+        getattr(callback.cls, method.lower()): callback.cls for _, _, method, callback in all_endpoints
+    }
     while DESCRIPTIONS:
-        view, description = DESCRIPTIONS.pop(0)
-        extend.extend_schema(**description)(view)
+        view, arguments = DESCRIPTIONS.pop(0)
+        extend.extend_schema(**arguments(classes.get(view)))(view)
     while OPERATION_NAMES:
         view, ids = OPERATION_NAMES.pop(0)
         extend.extend_schema_view(
             **{name: extend.extend_schema(operation_id=id) for name, id in ids.items()}
         )(view)
-    return [*endpoints, ("/api/schema", "/api/schema", "GET", SchemaView.as_view())]
+    return all_endpoints
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:

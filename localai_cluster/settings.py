@@ -210,10 +210,7 @@ SPECTACULAR_SETTINGS = {
         "defaultModelsExpandDepth": -1,
         "docExpansion": "list",
     },
-    "PREPROCESSING_HOOKS": [
-        "localai_cluster.api_document.describe_views",
-        "nodes.api.registrations.add_registration",
-    ],
+    "PREPROCESSING_HOOKS": ["localai_cluster.api_document.describe_views"],
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
         "localai_cluster.api_document.add_raw_routes",

@@ -10,7 +10,7 @@ from rest_framework.views import APIView
 
 import localai_cluster
 from localai_cluster.accounts.authentication import IsUser
-from localai_cluster.web.openapi import extend_schema, refusals, response_example
+from localai_cluster.web.openapi import describe, extend_schema, response_example
 
 
 class FeaturesSerializer(serializers.Serializer[Any]):
@@ -67,12 +67,13 @@ class FeaturesView(APIView):
 
     permission_classes = [IsUser]
 
-    @extend_schema(
-        operation_id="features",
-        summary="List supported features",
-        tags=["session"],
-        responses={200: FeaturesSerializer, **refusals(401, 403)},
+    @describe(
+        "features",
+        "List supported features",
+        FeaturesSerializer,
+        refused=(403,),
         examples=[FEATURES],
+        tag="session",
     )
     def get(self, request: Request) -> Response:
         """The features of the reference that this product supports (§5.1)."""
@@ -104,12 +105,8 @@ class VersionView(APIView):
 
     permission_classes = [IsUser]
 
-    @extend_schema(
-        operation_id="version",
-        summary="Show the version",
-        tags=["session"],
-        responses={200: VersionSerializer, **refusals(401, 403)},
-        examples=[VERSION],
+    @describe(
+        "version", "Show the version", VersionSerializer, refused=(403,), examples=[VERSION], tag="session"
     )
     def get(self, request: Request) -> Response:
         """The version of the product."""

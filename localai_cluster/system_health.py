@@ -23,7 +23,7 @@ from localai_cluster import __version__, health
 from localai_cluster.accounts.authentication import BearerAuthentication, RememberingAuthentication
 from localai_cluster.kit import clock, conf, disk, periodic
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
 from nodes.definitions import folder
 from nodes.models import BackendNode, PendingBackendOp, WebProcess
@@ -89,12 +89,7 @@ class SystemHealthView(APIView):
 
     authentication_classes = [BearerAuthentication, RememberingAuthentication]
 
-    @extend_schema(
-        operation_id="system_health",
-        summary="Show how the system is",
-        tags=["system"],
-        responses={200: HEALTH.ref, **refusals(401, 403)},
-    )
+    @describe("system_health", "Show how the system is", HEALTH, tag="system")
     def get(self, request: Request) -> Response:
         """Database, NATS, Redis, processes, schedules, workers, work, definitions, versions and disk."""
         now = clock.now()
@@ -253,21 +248,11 @@ def _text(at: datetime | None) -> str | None:
 
 
 def _part(part: Verdict) -> Row:
-    return PART.of(
-        id=part.id, name=part.name, state=part.state, text=part.text, hint=part.hint, since=_text(part.since)
-    )
+    return PART.of_object(part, since=_text(part.since))
 
 
 def _schedule(schedule: Schedule) -> Row:
-    return SCHEDULE.of(
-        id=schedule.id,
-        name=schedule.name,
-        cron=schedule.cron,
-        paused=schedule.paused,
-        next_run=_text(schedule.next_run),
-        last_run=_text(schedule.last_run),
-        last_ok=schedule.last_ok,
-    )
+    return SCHEDULE.of_object(schedule, next_run=_text(schedule.next_run), last_run=_text(schedule.last_run))
 
 
 def _process(process: Process) -> Row:

@@ -14,7 +14,7 @@ from django_q.models import Schedule
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import clock
-from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
+from localai_cluster.web.admin import ModelAdmin, Observed, ObservedInline
 from operations.models import ControllerBeat, Operation, OperationTarget, Sequence
 
 # Otherwise the library uses the method's name as the column's title.
@@ -63,24 +63,14 @@ def _change_schedules(action: str, rows: "QuerySet[Schedule]", **columns: Any) -
     return len(schedules)
 
 
-class TargetInline(TabularInline):
+class TargetInline(ObservedInline):
     """The targets of an operation."""
 
     model = OperationTarget
-    extra = 0
-    can_delete = False
     fields = readonly_fields = (
         *("node_name", "status", "percentage", "phase", "attempts", "wave", "reason", "error"),
         *("next_check_at", "started_at", "finished_at"),
     )
-
-    def has_add_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
-        """Return False: targets come with the operation."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
-        """Return False: workers report the progress."""
-        return False
 
 
 @admin.register(Operation)

@@ -10,7 +10,7 @@ from typing import Any
 from django.contrib.auth import get_user_model
 from django.db import transaction
 from django.urls import path
-from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -21,7 +21,10 @@ from localai_cluster.accounts.authentication import CookieAuthentication, IsUser
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.web import rest
-from localai_cluster.web.openapi import extend_schema, flat_refusals, request_example, response_example
+from localai_cluster.web.openapi import (
+    describe,
+    response_example,
+)
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
 _MAX_NAME_LENGTH = 100
@@ -122,6 +125,7 @@ class _KeysView(APIView):
     """Base of the views of a user's keys; only a person's session may use them."""
 
     envelope = "flat"
+    tag = "session"
     flat_auth = True
     authentication_classes = [PersonAuthentication]
     permission_classes = [IsUser]
@@ -138,11 +142,11 @@ class _KeysView(APIView):
 class ApiKeysView(_KeysView):
     """`/api/auth/api-keys`."""
 
-    @extend_schema(
-        operation_id="auth_keys_list",
-        summary="List your API keys",
-        tags=["session"],
-        responses={200: ApiKeysSerializer, **flat_refusals(401, 403)},
+    @describe(
+        "auth_keys_list",
+        "List your API keys",
+        ApiKeysSerializer,
+        refused=(401, 403),
         examples=[response_example({"keys": [_KEY]})],
     )
     def get(self, request: Request) -> Response:
@@ -150,16 +154,15 @@ class ApiKeysView(_KeysView):
         own_keys = list_keys(self.person(request).pk)
         return Response({"keys": [_render(key, request) for key in own_keys]})
 
-    @extend_schema(
-        operation_id="auth_keys_create",
-        summary="Create an API key",
-        tags=["session"],
-        request=NewApiKeySerializer,
-        responses={201: CreatedApiKeySerializer, **flat_refusals(400, 401, 403, 409, 413)},
-        examples=[
-            request_example({"name": "notebook"}),
-            response_example(_KEY | {"key": "lac-7d2f0c4e9b1a5836"}, "201"),
-        ],
+    @describe(
+        "auth_keys_create",
+        "Create an API key",
+        CreatedApiKeySerializer,
+        status=201,
+        refused=(400, 401, 403, 409, 413),
+        body=NewApiKeySerializer,
+        sent={"name": "notebook"},
+        examples=[response_example(_KEY | {"key": "lac-7d2f0c4e9b1a5836"}, "201")],
     )
     def post(self, request: Request) -> Response:
         """Creates a key that may do what you may; its text is shown only in this response."""
@@ -171,15 +174,13 @@ class ApiKeysView(_KeysView):
 class ApiKeyView(_KeysView):
     """`/api/auth/api-keys/:id`."""
 
-    @extend_schema(
-        operation_id="auth_keys_revoke",
-        summary="Revoke an API key",
-        tags=["session"],
+    @describe(
+        "auth_keys_revoke",
+        "Revoke an API key",
+        rest.MessageSerializer,
+        meaning="It is revoked.",
+        refused=(401, 403, 404),
         parameters=[OpenApiParameter("key_id", str, OpenApiParameter.PATH)],
-        responses={
-            200: OpenApiResponse(rest.MessageSerializer, "It is revoked."),
-            **flat_refusals(401, 403, 404),
-        },
         examples=[response_example({"message": "API key revoked"})],
     )
     def delete(self, request: Request, key_id: str) -> Response:

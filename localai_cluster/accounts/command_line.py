@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ Options = Mapping[str, Any]
 """Arguments of a verb by name; `out` is the command's output stream."""
 AddVerb = Callable[[str, Callable[[Options], str], str], CommandParser]
 """Adds a verb by name, function and help text; returns the verb's parser."""
+Columns = Mapping[str, str | Callable[[Any], Any]]
+"""Columns of a table by head: a key or an attribute of the row, or a function of the row."""
 EMPTY_CELL = "-"
 SHORT_ID = 8
 """Number of characters of an id in a list."""
@@ -113,14 +115,22 @@ def as_json(value: Any) -> str:
     return orjson.dumps(value, option=orjson.OPT_UTC_Z | orjson.OPT_INDENT_2).decode()
 
 
-def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(columns: Columns, rows: Iterable[Any]) -> str:
     """Return the rows as text with aligned columns, without trailing spaces."""
-    lines = [list(heads), *([printable(cell) or EMPTY_CELL for cell in row] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    lines = [list(columns), *([_cell(row, column) for column in columns.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def _cell(row: Any, column: str | Callable[[Any], Any]) -> str:
+    if callable(column):
+        value = column(row)
+    else:
+        value = row.get(column) if isinstance(row, Mapping) else getattr(row, column)
+    return EMPTY_CELL if value is None else printable(str(value)) or EMPTY_CELL
 
 
 def printable(text: str) -> str:

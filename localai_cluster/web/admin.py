@@ -40,21 +40,29 @@ class ModelAdmin(_ModelAdmin):
         return super().response_action(request, queryset, *more, **named)
 
 
-class Observed(ModelAdmin):
+class _ReadOnly:
+    """Mixin for rows that only the cluster writes."""
+
+    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
+class ObservedInline(_ReadOnly, TabularInline):
+    """Rows that the cluster writes, on the page of another row: read-only."""
+
+    extra = 0
+    can_delete = False
+
+
+class Observed(_ReadOnly, ModelAdmin):
     """Admin of rows that the cluster writes: read-only."""
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
         """Return Django's fields. The columns of a lease come last, because their model is abstract."""
         return sorted(super().get_fields(request, obj), key=lambda name: name in leases.COLUMNS)
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return False: only the cluster writes rows."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return False: only the cluster writes rows."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return False: only the cluster writes rows."""
-        return False

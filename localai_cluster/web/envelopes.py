@@ -15,7 +15,7 @@ from django.db import IntegrityError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, JsonResponse
 from rest_framework import exceptions
 from rest_framework.response import Response
-from rest_framework.views import set_rollback
+from rest_framework.views import APIView, set_rollback
 
 from localai_cluster.kit import disk, errors, names, outage
 from localai_cluster.web.wire import MALFORMED
@@ -23,6 +23,12 @@ from localai_cluster.web.wire import MALFORMED
 log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
+
+
+class FlatView(APIView):
+    """Base of routes with flat errors."""
+
+    envelope = "flat"
 
 
 def nested_error(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:

@@ -4,7 +4,7 @@ Every package describes its own routes with them; `localai_cluster/api_document.
 drf-spectacular takes megabytes and imports Django's test client, so only its plain types are imported here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,12 +12,13 @@ from drf_spectacular.utils import OpenApiExample, OpenApiResponse
 from rest_framework import serializers
 
 from localai_cluster.web import wire
+from localai_cluster.web.shapes import Named
 
 Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
 View = TypeVar("View")
-DESCRIPTIONS: list[tuple[Any, dict[str, Any]]] = []
-"""Views, and the arguments for drf-spectacular's `extend_schema`.
+DESCRIPTIONS: list[tuple[Any, Callable[[Any], dict[str, Any]]]] = []
+"""Views, and functions that return the arguments for drf-spectacular's `extend_schema` for a view's class.
 
 `describe_views` applies them when the document is generated for the first time.
 """
@@ -27,9 +28,68 @@ OPERATION_NAMES: list[tuple[Any, dict[str, str]]] = []
 
 def extend_schema(**description: Any) -> Callable[[View], View]:
     """Describe a view for the API document, with the arguments of drf-spectacular's decorator."""
+    return _describe_by(lambda view_class: description)
 
+
+def describe(
+    operation_id: str,
+    summary: str,
+    answer: Any = None,
+    *,
+    status: int = 200,
+    meaning: str = "",
+    others: Mapping[Any, Any] | None = None,
+    refused: Sequence[int] = (),
+    body: Any = None,
+    parameters: Sequence[Any] = (),
+    sent: Any = None,
+    shown: Any = None,
+    examples: Sequence[OpenApiExample] = (),
+    tag: str = "",
+) -> Callable[[View], View]:
+    """Describe a view's method for the API document.
+
+    `answer` is a shape, a schema or a serializer, `others` has the responses besides it, `refused` the
+    statuses of errors; 401, 403 and 503 follow from the view. `sent` and `shown` are examples of the bodies.
+    The view has the tag, unless the operation has another one.
+    """
+
+    def arguments(view_class: Any) -> dict[str, Any]:
+        schema = answer.ref if isinstance(answer, Named) else answer
+        response = OpenApiResponse(schema, meaning) if meaning else schema
+        responses = {} if answer is None and status == 200 else {status: response}
+        return {
+            "operation_id": operation_id,
+            "summary": summary,
+            "tags": [tag or view_class.tag],
+            "parameters": list(parameters),
+            "request": body,
+            "responses": {**responses, **_view_refusals(view_class, refused), **(others or {})},
+            "examples": [
+                *([] if sent is None else [OpenApiExample("request", sent, request_only=True)]),
+                *([] if shown is None else [_answer_example(shown, status)]),
+                *examples,
+            ],
+        }
+
+    return _describe_by(arguments)
+
+
+def _answer_example(value: Any, status: int) -> OpenApiExample:
+    return OpenApiExample("answer", value, response_only=True, status_codes=[str(status)])
+
+
+def _view_refusals(view_class: Any, statuses: Sequence[int]) -> dict[int, OpenApiResponse]:
+    """Return the error responses of a view, in its envelope."""
+    if getattr(view_class, "envelope", "nested") == "flat":
+        return flat_refusals(*statuses)
+    is_for_users = any(kind.__name__ == "IsUser" for kind in view_class.permission_classes)
+    return refusals(401, *(() if is_for_users else (403,)), *statuses)
+
+
+def _describe_by(arguments: Callable[[Any], dict[str, Any]]) -> Callable[[View], View]:
     def note(view: View) -> View:
-        DESCRIPTIONS.append((view, description))
+        DESCRIPTIONS.append((view, arguments))
         return view
 
     return note

@@ -90,11 +90,16 @@ class FastJSONRenderer(BaseRenderer):
 class Strict:
     """Mixin for serializer fields that refuses values which DRF would convert.
 
-    A number is not a text; a text or a boolean is not a number.
+    A number is not a text; a text or a boolean is not a number. The API document adds `schema` to the schema
+    that it derives from the field.
     """
 
     accepts: type | tuple[type, ...]
     complaint: str
+
+    def __init__(self, *, schema: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.schema = schema or {}
+        super().__init__(**options)
 
     def to_internal_value(self, data: Any) -> Any:
         """Return the value if it has the right JSON type."""

@@ -163,6 +163,11 @@ class Shape(Named):
             raise TypeError(f"{self.name} has no {', '.join(sorted(unknown))}")
         return self.trimmed(values)
 
+    def of_object(self, source: object, **values: Any) -> Row:
+        """Return an object with these values, and for the other fields the attributes of `source`."""
+        others = {name: getattr(source, name) for name in self.fields if name not in values}
+        return self.of(**others, **values)
+
     def trimmed(self, row: Row) -> Row:
         """Delete the optional keys with empty values from `row`; return `row`."""
         for name in self._optional:

@@ -28,20 +28,11 @@ from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.nkeys import group_characters
-from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
+from localai_cluster.web.admin import ModelAdmin, Observed, ObservedInline
 from nodes.models import BackendNode, NodeEvent, NodeLabel
-from nodes.registry import actions, bulk, lifecycle, resources
+from nodes.registry import actions, bulk, lifecycle, overrides, resources
 from nodes.registry.actions import Action
 from nodes.registry.change import lock_node
-from nodes.registry.overrides import (
-    MAX_BUDGET_LENGTH,
-    MAX_CAP,
-    reset_replica_cap,
-    reset_vram_budget,
-    set_disk_quota,
-    set_replica_cap,
-    set_vram_budget,
-)
 
 if TYPE_CHECKING:  # generic for the type checker only
     NodeModelForm = forms.ModelForm[BackendNode]
@@ -99,18 +90,18 @@ class NodeForm(NodeModelForm):
 
     override_cap = forms.BooleanField(required=False, label="Override maximum replicas")
     cap = forms.IntegerField(
-        required=False, min_value=1, max_value=MAX_CAP, label="Maximum replicas per model"
+        required=False, min_value=1, max_value=overrides.MAX_CAP, label="Maximum replicas per model"
     )
     override_budget = forms.BooleanField(required=False, label="Override VRAM budget")
     budget = forms.CharField(
         required=False,
-        max_length=MAX_BUDGET_LENGTH,
+        max_length=overrides.MAX_BUDGET_LENGTH,
         label="VRAM budget",
         help_text="For example 80%, 20GiB or a number of bytes. Leave empty for unlimited.",
     )
     quota = forms.CharField(
         required=False,
-        max_length=MAX_BUDGET_LENGTH,
+        max_length=overrides.MAX_BUDGET_LENGTH,
         label="Disk quota for models",
         help_text="For example 200GB, 80% of the disk or a number of bytes. Leave empty for none.",
     )
@@ -185,18 +176,18 @@ class NodeForm(NodeModelForm):
         values, node_id = self.cleaned_data, self.instance.pk
         if "override_cap" in self.changed_data or (values["override_cap"] and "cap" in self.changed_data):
             if values["override_cap"]:
-                set_replica_cap(node_id, values["cap"], actor=actor, now=now)
+                overrides.set_replica_cap(node_id, values["cap"], actor=actor, now=now)
             else:
-                reset_replica_cap(node_id, actor=actor, now=now)
+                overrides.reset_replica_cap(node_id, actor=actor, now=now)
         if "override_budget" in self.changed_data or (
             values["override_budget"] and "budget" in self.changed_data
         ):
             if values["override_budget"]:
-                set_vram_budget(node_id, values["budget"], actor=actor, now=now)
+                overrides.set_vram_budget(node_id, values["budget"], actor=actor, now=now)
             else:
-                reset_vram_budget(node_id, actor=actor, now=now)
+                overrides.reset_vram_budget(node_id, actor=actor, now=now)
         if "quota" in self.changed_data:
-            set_disk_quota(node_id, values["quota"], actor=actor, now=now)
+            overrides.set_disk_quota(node_id, values["quota"], actor=actor, now=now)
 
 
 class DecisionForm(forms.Form):
@@ -235,12 +226,10 @@ def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Acto
     return f"{node.name} (API token of the agent, shown only once: {result.api_token})"
 
 
-class LabelInline(TabularInline):
-    """The labels of a node, read-only."""
+class LabelInline(ObservedInline):
+    """The labels of a node; the pages and REST edit them."""
 
     model = NodeLabel
-    extra = 0
-    can_delete = False
     fields = readonly_fields = ("key", "value", "source")
     ordering = ("key",)
     verbose_name_plural = "labels"
@@ -250,14 +239,6 @@ class LabelInline(TabularInline):
         return request.user.has_perm("nodes.view_backendnode") or request.user.has_perm(
             "nodes.change_backendnode"
         )
-
-    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return False: the pages and REST edit labels."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return False: the pages and REST edit labels."""
-        return False
 
 
 class VendorFilter(admin.AllValuesFieldListFilter):
@@ -298,11 +279,11 @@ class BackendNodeAdmin(ModelAdmin):
 
     def get_fieldsets(self, request: HttpRequest, obj: BackendNode | None = None) -> Any:
         """Return the columns by topic. A user who may only view sees the overrides read-only."""
-        overrides = _OVERRIDES if self.has_change_permission(request, obj) else _OVERRIDDEN
+        overridden = _OVERRIDES if self.has_change_permission(request, obj) else _OVERRIDDEN
         facts = [columns for columns in _FACTS if obj is None or getattr(obj, columns[0])]
         return (
             ("State", {"fields": ("state", "last_heartbeat", *facts)}),
-            ("Overrides", {"fields": overrides, "description": _OVERRIDES_HELP}),
+            ("Overrides", {"fields": overridden, "description": _OVERRIDES_HELP}),
             ("Identity", {"fields": _IDENTITY}),
             ("Machine", {"fields": _MACHINE}),
             ("Record", {"fields": _RECORD, "classes": ("collapse",)}),
@@ -438,5 +419,4 @@ class NodeLabelAdmin(Observed):
 
     list_display = ("node", "key", "value", "source")
     list_filter = ("source",)
-    list_select_related = ("node",)
     search_fields = ("key", "value", "node__name")

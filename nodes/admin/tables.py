@@ -12,7 +12,7 @@ from django.http import HttpRequest
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import of_principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.admin import Observed, TabularInline
+from localai_cluster.web.admin import Observed, ObservedInline
 from nodes import models
 from nodes.models import DefinitionRevision, JoinToken, ModelDefinition, NodeModel, PlacementLog
 from nodes.models.replica import NodeModelQuerySet
@@ -101,7 +101,6 @@ class NodeModelAdmin(Observed):
         *("in_flight", "backend_type", "last_used"),
     )
     list_filter = ("phase", "reason", "backend_type")
-    list_select_related = ("node",)
     search_fields = ("model_name", "node__name")
 
     def get_queryset(self, request: HttpRequest) -> NodeModelQuerySet:
@@ -109,18 +108,12 @@ class NodeModelAdmin(Observed):
         return NodeModel.engines.all()
 
 
-class RevisionInline(TabularInline):
+class RevisionInline(ObservedInline):
     """The revisions of a definition, without their texts."""
 
     model = DefinitionRevision
     fields = readonly_fields = ("number", "actor", "origin", "reason", "at")
     ordering = ("-number",)
-    extra = max_num = 0
-    can_delete = False
-
-    def has_change_permission(self, request: HttpRequest, obj: ModelDefinition | None = None) -> bool:
-        """Return False: a revision never changes."""
-        return False
 
 
 @admin.register(ModelDefinition)
@@ -186,7 +179,6 @@ admin.site.register(
         *("count", "last_at", "decided_by"),
     ),
     list_filter=("state", "kind"),
-    list_select_related=("node",),
     search_fields=("node__name", "source_address", "advertised_address", "claimed_name"),
     show_full_result_count=False,
 )
@@ -210,7 +202,6 @@ admin.site.register(
     Observed,
     list_display=("name", "node", "version", "is_system", "is_meta", "installed_at"),
     list_filter=("is_system", "is_meta"),
-    list_select_related=("node",),
     search_fields=("name", "node__name"),
 )
 admin.site.register(
@@ -218,7 +209,6 @@ admin.site.register(
     Observed,
     list_display=("backend", "op", "node", "attempts", "next_retry_at", "last_error", "lease_owner"),
     list_filter=("op",),
-    list_select_related=("node",),
     search_fields=("backend", "node__name"),
     ordering=("backend", "created_at", "pk"),
 )
@@ -249,7 +239,6 @@ admin.site.register(
     Observed,
     list_display=("definition", "number", "actor", "origin", "reason", "at"),
     list_filter=("origin",),
-    list_select_related=("definition",),
     search_fields=("definition__name", "actor"),
     date_hierarchy="at",
     show_full_result_count=False,
@@ -287,20 +276,17 @@ admin.site.register(
     models.ReplicaUse,
     Observed,
     list_display=("replica", "process", "count"),
-    list_select_related=("replica", "process"),
 )
 admin.site.register(
     models.BroughtModel,
     Observed,
     list_display=("model_name", "node", "size", "seen_at"),
-    list_select_related=("node",),
     search_fields=("model_name",),
 )
 admin.site.register(
     models.UnreachedSource,
     Observed,
     list_display=("host", "node", "seen_at"),
-    list_select_related=("node",),
     search_fields=("host",),
 )
 admin.site.register(

@@ -1,6 +1,6 @@
 """Helpers of the routes for admins: error envelope, node ids, actor, and parts of the API document."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -12,8 +12,8 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import View, extend_schema, refusals
-from nodes.api.worker_routes import parse_node_id
+from localai_cluster.web.envelopes import FlatView
+from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode
 from nodes.registry import listing
 
@@ -29,14 +29,32 @@ class NodeView(APIView):
     """Base of routes whose errors have the type `node_error`."""
 
     error_type = "node_error"
+    tag = "nodes"
+
+
+class ModelRoute(FlatView):
+    """Base of routes of models with flat errors."""
+
+    tag = "models"
+
+
+class BackendRoute(FlatView):
+    """Base of routes of backends with flat errors."""
+
+    tag = "backends"
 
 
 def require_node_id(id_text: str) -> UUID:
     """Return the id of an existing node; raise NotFound."""
-    node_id = parse_node_id(id_text)
-    if node_id is None or not BackendNode.objects.filter(pk=node_id).exists():
+    node_id = parse_id(id_text)
+    if not BackendNode.objects.filter(pk=node_id).exists():
         raise errors.NotFound("node not found")
     return node_id
+
+
+MODEL_PATH = OpenApiParameter(
+    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
+)
 
 
 def actor_of(request: Request) -> Actor:
@@ -54,6 +72,32 @@ def edit_arguments(request: Request) -> dict[str, Any]:
 
 def query_parameter(name: str, schema: Schema, meaning: str, **options: Any) -> OpenApiParameter:
     return OpenApiParameter(name, schema, OpenApiParameter.QUERY, description=meaning, **options)
+
+
+def read_query(request: Request, parameters: Sequence[OpenApiParameter]) -> dict[str, Any]:
+    """Return the query parameters, parsed by their schemas; an absent one has its default, or is empty.
+
+    Raises InvalidInput with the name of a wrong or unknown one.
+    """
+    schemas = {entry.name: entry.type for entry in parameters if entry.location == OpenApiParameter.QUERY}
+    query = listing.Parameters(request.query_params, *schemas)
+    return {name: _parse_parameter(query, name, schema) for name, schema in schemas.items()}
+
+
+def _parse_parameter(query: listing.Parameters, name: str, schema: Any) -> Any:
+    match schema:
+        case {"type": "integer", "minimum": least, "maximum": most}:
+            number = query.number(name, least, most)
+            return schema.get("default") if number is None else number
+        case {"type": "integer", "enum": choices}:
+            return query.number(name, min(choices), max(choices))
+        case {"type": "boolean"}:
+            return query.choice(name, ("true", "false")) == "true"
+        case {"enum": choices}:
+            return query.choice(name, choices)
+        case {"format": "date-time"}:
+            return query.moment(name)
+    return query.text(name, schema.get("maxLength", listing.MAX_SEARCH_LENGTH))
 
 
 def enum_schema(values: list[str] | tuple[str, ...]) -> Schema:
@@ -75,14 +119,13 @@ def response_header(name: str, kind: Any, meaning: str, **options: Any) -> OpenA
     )
 
 
-_PAGE_PARAMETERS = [
+PAGE = [
     query_parameter("limit", integer_schema(1, listing.MAX_PAGE_SIZE), "How many at most."),
     query_parameter("offset", integer_schema(0, listing.FARTHEST), "How many to leave out at the beginning."),
-]
-_PAGE_HEADERS = [
     response_header("X-Total-Count", OpenApiTypes.INT, "How many there are on all pages.", required=True),
     response_header("Link", OpenApiTypes.STR, "The first, previous, next and last page (RFC 8288)."),
 ]
+"""Parameters and headers of a list with pages."""
 REVISION = query_parameter(
     "revision",
     integer_schema(0, MAX_REVISION),
@@ -101,28 +144,3 @@ def request_example(value: Any, name: str = "request") -> OpenApiExample:
 def job_example(message: str, route: str = "/api/backends/job") -> dict[str, Any]:
     """Return an example of the body that `job_fields` builds for a new operation."""
     return {"jobID": JOB_ID, "statusUrl": f"{route}/{JOB_ID}", "message": message}
-
-
-def message_example(sentence: str) -> OpenApiExample:
-    return response_example({"message": sentence})
-
-
-def describe_list(
-    operation_id: str,
-    summary: str,
-    *,
-    tag: str,
-    rows: Any,
-    example: OpenApiExample,
-    filters: Sequence[OpenApiParameter] = (),
-    refused: Sequence[int] = (400, 401, 403),
-) -> Callable[[View], View]:
-    """Describe a list with pages in the API document."""
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=[tag],
-        parameters=[*filters, *_PAGE_PARAMETERS, *_PAGE_HEADERS],
-        responses={200: rows, **refusals(*refused)},
-        examples=[example],
-    )

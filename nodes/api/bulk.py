@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
-from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -15,11 +14,10 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.openapi import extend_schema, refusals
-from localai_cluster.web.rest import validate_body
-from nodes.api.base import NODE_ID, NodeView, actor_of, job_example, request_example, response_example
+from localai_cluster.web.rest import Described, validate_body
+from nodes.api import node_backends
+from nodes.api.base import NODE_ID, NodeView, actor_of, job_example
 from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
-from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request
 from nodes.api.node_settings import LABELS
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options
 from nodes.backends import admission
@@ -30,24 +28,20 @@ from operations.api.serializers import MAX_NODES, job_fields, requester_of
 
 _KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
 """Kinds of operations over many nodes by verb."""
-_RESPONSES = {
-    202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
-    **refusals(400, 401, 403, 409, 413),
-}
 
 
 def _node_ids() -> serializers.ListField:
     return serializers.ListField(child=NodeIds(), min_length=1, max_length=MAX_NODES)
 
 
-class BulkInstallSerializer(InstallSerializer):
+class BulkInstallSerializer(node_backends.InstallSerializer):
     """What to install, on which nodes, and whether in waves; without `waves` on all nodes at once."""
 
     ids = _node_ids()
     waves = WaveOptionsSerializer(required=False)
 
 
-class BulkSerializer(DrainRequestSerializer):
+class BulkSerializer(Described, DrainRequestSerializer):
     """A verb and its nodes. `reject` needs a reason; `label` needs labels to set or to remove."""
 
     verb = serializers.ChoiceField(choices=list(_KINDS))
@@ -67,7 +61,7 @@ class BulkSerializer(DrainRequestSerializer):
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
         """Add the maximum number of labels."""
         schema["properties"]["labels"] |= LABELS
-        return super().described(schema)
+        return schema
 
     def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[str, str]:
         """Return the fingerprints by node id, in the registry's spelling."""
@@ -102,18 +96,13 @@ def _verb_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 class BulkView(NodeView):
     """`/api/nodes/bulk`."""
 
-    @extend_schema(
-        operation_id="nodes_bulk",
-        summary="Run a verb on many nodes",
-        tags=["nodes"],
-        request=BulkSerializer,
-        responses=_RESPONSES,
-        examples=[
-            request_example(
-                {"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600}
-            ),
-            response_example(job_example("drain of 1 node started"), status="202"),
-        ],
+    @node_backends.describe_accepted(
+        "nodes_bulk",
+        "Run a verb on many nodes",
+        refused=(400, 409, 413),
+        body=BulkSerializer,
+        sent={"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600},
+        shown=job_example("drain of 1 node started"),
     )
     def post(self, request: Request) -> Response:
         """Runs one verb on each of the nodes, as one operation that goes on without its caller.
@@ -133,22 +122,20 @@ class BulkView(NodeView):
         admitted = bulk.request(bulk_request, now=clock.now())
         started = "started" if admitted.created else "in progress already"
         message = f"{fields['verb']} of {admitted.operation.element} {started}"
-        return Response(ACCEPTED.of(**job_fields(admitted, message)), status=202)
+        return Response(node_backends.ACCEPTED.of(**job_fields(admitted, message)), status=202)
 
 
 class BulkInstallView(NodeView):
     """`/api/nodes/backends/install`."""
 
-    @extend_schema(
-        operation_id="nodes_bulk_install",
-        summary="Install a backend on many nodes",
-        tags=["backends"],
-        request=BulkInstallSerializer,
-        responses=_RESPONSES,
-        examples=[
-            request_example({"ids": [NODE_ID], "backend": "local@minilm"}),
-            response_example(job_example("backend installation started"), status="202"),
-        ],
+    @node_backends.describe_accepted(
+        "nodes_bulk_install",
+        "Install a backend on many nodes",
+        refused=(400, 409, 413),
+        body=BulkInstallSerializer,
+        sent={"ids": [NODE_ID], "backend": "local@minilm"},
+        shown=job_example("backend installation started"),
+        tag="backends",
     )
     def post(self, request: Request) -> Response:
         """Installs a backend on these nodes as one operation. Files that are there stay, nothing is forced.
@@ -156,8 +143,8 @@ class BulkInstallView(NodeView):
         If a node cannot take it, nothing starts: 409 names the nodes with their reasons.
         """
         fields = validate_body(BulkInstallSerializer, request)
-        command, ids = install_request(fields), fields["ids"]
+        command, ids = node_backends.install_request(fields), fields["ids"]
         nodes = chosen_nodes(command, ids, field="ids")
         scope = add_wave_options(RequestScope(nodes, requester_of(request)), fields)
         admitted = admission.admit_on_nodes(command, scope, field="ids", now=clock.now())
-        return Response(accepted_body(admitted, INSTALL), status=202)
+        return Response(node_backends.accepted_body(admitted, INSTALL), status=202)

@@ -4,22 +4,29 @@ Responses use stored rows and galleries read at most a minute ago, so a slow wor
 refresh old inventories in the background.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import JOB_ID, NODE_ID, enum_schema, query_parameter, response_example
+from nodes.api.base import (
+    JOB_ID,
+    NODE_ID,
+    BackendRoute,
+    enum_schema,
+    integer_schema,
+    query_parameter,
+    read_query,
+    text_schema,
+)
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 
 INVENTORY_MAX_AGE = 300.0
 """Seconds after which a request for the catalogue refreshes a node's inventory."""
@@ -66,112 +73,89 @@ CATALOGUE = Shape(
         field("preferDevelopmentBackends", FLAG),
     ],
 )
-_SEARCH = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
+_SEARCH = text_schema(MAX_SEARCH_LENGTH)
 _PARAMETERS = [
     query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
     query_parameter("tag", _SEARCH, "Only entries with this tag."),
-    query_parameter(
-        "page", {"type": "integer", "minimum": 1, "maximum": FARTHEST, "default": 1}, "Which page."
-    ),
-    query_parameter(
-        "items",
-        {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": DEFAULT_ITEMS},
-        "Entries on a page.",
-    ),
-    query_parameter(
-        "sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."
-    ),
-    query_parameter(
-        "order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."
-    ),
+    query_parameter("page", integer_schema(1, FARTHEST, 1), "Which page."),
+    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Entries on a page."),
+    query_parameter("sort", enum_schema(SORTS), "The order; `status` has installed ones first."),
+    query_parameter("order", enum_schema(DIRECTIONS) | {"default": "asc"}, "Or turned round."),
 ]
-_EXAMPLE = response_example(
-    {
-        "backends": [
-            {
-                "id": "local@minilm",
-                "name": "minilm",
-                "description": "Sentence embeddings.",
-                "icon": "",
-                "license": "MIT",
-                "urls": [],
-                "tags": ["embeddings"],
-                "gallery": "local",
-                "version": "1.0.0",
-                "installed": True,
-                "nodes": [
-                    {
-                        "node_id": NODE_ID,
-                        "node_name": "gpu-a",
-                        "node_status": "healthy",
-                        "version": "1.0.0",
-                        "installed_at": "2026-08-20T09:12:44Z",
-                    }
-                ],
-                "processing": True,
-                "jobID": JOB_ID,
-                "isDeletion": False,
-                "isMeta": False,
-                "isAlias": False,
-                "isDevelopment": False,
-                "capabilities": None,
-                "metaBackendFor": "",
-                "variants": [{"capability": "default", "build": "minilm", "reason": "named for no hardware"}],
-            }
-        ],
-        "repositories": [{"url": "file:///srv/gallery/index.yaml", "name": "local"}],
-        "galleryErrors": [],
-        "allTags": ["embeddings"],
-        "nodesByCapability": {"default": 1},
-        "processingBackends": {f"node:{NODE_ID}:minilm": JOB_ID},
-        "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
-        "availableBackends": 1,
-        "installedBackends": 1,
-        "currentPage": 1,
-        "totalPages": 1,
-        "prevPage": 1,
-        "nextPage": 1,
-        "systemCapability": "",
-        "preferDevelopmentBackends": False,
-    }
-)
-
-
-@dataclass(frozen=True)
-class CatalogueQuery:
-    """Filter, order and page of the catalogue."""
-
-    term: str
-    tag: str
-    page: int
-    items: int
-    sort: str
-    descending: bool
-
-    def filter_and_sort(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the matching entries in the requested order, by default in the order of the galleries."""
-        matches = [entry for entry in entries if self._matches(entry)]
-        if self.sort:
-            matches.sort(key=_ORDERS["name"])
-            matches.sort(key=_ORDERS[self.sort], reverse=self.descending)
-        return matches
-
-    def _matches(self, entry: Entry) -> bool:
-        text = "\n".join((entry["name"], entry["description"], entry["gallery"], *entry["tags"]))
-        tags = {tag.casefold() for tag in entry["tags"]}
-        return self.term in text.casefold() and (not self.tag or self.tag in tags)
-
-    def page_body(self, entries: Sequence[Entry]) -> Entry:
-        """Return the page as a response body, with the numbers of the neighbouring pages."""
-        pages = -(-len(entries) // self.items)
-        first = (self.page - 1) * self.items
-        return {
-            "backends": entries[first : first + self.items],
-            "currentPage": self.page,
-            "totalPages": pages,
-            "prevPage": max(self.page - 1, 1),
-            "nextPage": min(self.page + 1, max(pages, 1)),
+_EXAMPLE = {
+    "backends": [
+        {
+            "id": "local@minilm",
+            "name": "minilm",
+            "description": "Sentence embeddings.",
+            "icon": "",
+            "license": "MIT",
+            "urls": [],
+            "tags": ["embeddings"],
+            "gallery": "local",
+            "version": "1.0.0",
+            "installed": True,
+            "nodes": [
+                {
+                    "node_id": NODE_ID,
+                    "node_name": "gpu-a",
+                    "node_status": "healthy",
+                    "version": "1.0.0",
+                    "installed_at": "2026-08-20T09:12:44Z",
+                }
+            ],
+            "processing": True,
+            "jobID": JOB_ID,
+            "isDeletion": False,
+            "isMeta": False,
+            "isAlias": False,
+            "isDevelopment": False,
+            "capabilities": None,
+            "metaBackendFor": "",
+            "variants": [{"capability": "default", "build": "minilm", "reason": "named for no hardware"}],
         }
+    ],
+    "repositories": [{"url": "file:///srv/gallery/index.yaml", "name": "local"}],
+    "galleryErrors": [],
+    "allTags": ["embeddings"],
+    "nodesByCapability": {"default": 1},
+    "processingBackends": {f"node:{NODE_ID}:minilm": JOB_ID},
+    "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
+    "availableBackends": 1,
+    "installedBackends": 1,
+    "currentPage": 1,
+    "totalPages": 1,
+    "prevPage": 1,
+    "nextPage": 1,
+    "systemCapability": "",
+    "preferDevelopmentBackends": False,
+}
+
+
+def page_fields(entries: int, page: int, items: int) -> Row:
+    """Return the numbers of this page and its neighbours."""
+    pages = -(-entries // items)
+    return {
+        "currentPage": page,
+        "totalPages": pages,
+        "prevPage": max(page - 1, 1),
+        "nextPage": min(page + 1, max(pages, 1)),
+    }
+
+
+def _select(entries: Sequence[Entry], query: Mapping[str, Any]) -> list[Entry]:
+    """Return the matching entries in the requested order, by default in the order of the galleries."""
+    matches = [entry for entry in entries if _matches(entry, query["term"], query["tag"])]
+    if query["sort"]:
+        matches.sort(key=_ORDERS["name"])
+        matches.sort(key=_ORDERS[query["sort"]], reverse=query["order"] == "desc")
+    return matches
+
+
+def _matches(entry: Entry, term: str, tag: str) -> bool:
+    text = "\n".join((entry["name"], entry["description"], entry["gallery"], *entry["tags"]))
+    tags = {each.casefold() for each in entry["tags"]}
+    return term.casefold() in text.casefold() and (not tag or tag.casefold() in tags)
 
 
 _ORDERS: dict[str, Callable[[Entry], Any]] = {
@@ -180,19 +164,6 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
     "license": lambda entry: entry["license"].casefold(),
     "status": lambda entry: not entry["installed"],
 }
-
-
-def parse_query(request: Request) -> CatalogueQuery:
-    """Parse the query parameters. Raise InvalidInput with the name of a wrong one."""
-    parameters = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
-    return CatalogueQuery(
-        term=parameters.text("term", MAX_SEARCH_LENGTH).casefold(),
-        tag=parameters.text("tag", MAX_SEARCH_LENGTH).casefold(),
-        page=parameters.number("page", 1, FARTHEST) or 1,
-        items=parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS,
-        sort=parameters.choice("sort", SORTS),
-        descending=parameters.choice("order", DIRECTIONS) == "desc",
-    )
 
 
 _checked_fingerprint = ""
@@ -235,34 +206,34 @@ def gallery_errors(offer: catalogue.Offer) -> list[Entry]:
     ]
 
 
-class BackendsView(APIView):
+class BackendsView(BackendRoute):
     """`/api/backends`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="backends_list",
-        summary="List available backends",
-        tags=["backends"],
+    @describe(
+        "backends_list",
+        "List available backends",
+        CATALOGUE,
+        refused=(400,),
         parameters=_PARAMETERS,
-        responses={200: CATALOGUE.ref, **flat_refusals(400)},
-        examples=[_EXAMPLE],
+        shown=_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
         """Backends of the configured galleries, with the nodes that have them installed.
 
         503 if no gallery can be read.
         """
-        catalogue_query = parse_query(request)
+        query = read_query(request, _PARAMETERS)
+        page, items = query["page"], query["items"]
         offer = read_galleries()
         inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
         nodes_by_capability = catalogue.count_by_capability()
         listed = catalogue.entries(offer.builds, installed, running, nodes_by_capability)
-        chosen = catalogue_query.filter_and_sort(listed)
+        chosen = _select(listed, query)
         return Response(
             CATALOGUE.of(
-                **catalogue_query.page_body(chosen),
+                **page_fields(len(chosen), page, items),
+                backends=chosen[(page - 1) * items : page * items],
                 repositories=repository_rows(),
                 nodesByCapability=nodes_by_capability,
                 allTags=sorted({tag for build in offer.builds for tag in build.tags}),
@@ -316,19 +287,11 @@ _AVAILABLE = {
 }
 
 
-class _CatalogueList(APIView):
-    envelope = "flat"
-
-
-class AvailableView(_CatalogueList):
+class AvailableView(BackendRoute):
     """`/backends/available`."""
 
-    @extend_schema(
-        operation_id="backends_available",
-        summary="List entries of the galleries",
-        tags=["backends"],
-        responses={200: AVAILABLE_BACKEND.many, **flat_refusals()},
-        examples=[response_example([_AVAILABLE])],
+    @describe(
+        "backends_available", "List entries of the galleries", AVAILABLE_BACKEND.many, shown=[_AVAILABLE]
     )
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
@@ -338,37 +301,24 @@ class AvailableView(_CatalogueList):
 
 
 def _available_row(build: GalleryEntry, installed: bool) -> Row:
-    return AVAILABLE_BACKEND.of(
-        name=build.name,
+    return AVAILABLE_BACKEND.of_object(
+        build,
         gallery=REPOSITORY.of(url=gallery_index.public_url(build.gallery.url), name=build.gallery.name),
         installed=installed,
-        alias=build.alias,
-        description=build.description,
-        icon=build.icon,
-        license=build.license,
         uri=gallery_index.public_url(build.uri),
-        version=build.version,
-        sha256=build.sha256,
-        urls=list(build.urls),
-        tags=list(build.tags),
         mirrors=[gallery_index.public_url(mirror) for mirror in build.mirrors],
         capabilities=dict(build.capabilities or {}),
     )
 
 
-class KnownView(_CatalogueList):
+class KnownView(BackendRoute):
     """`/backends/known`."""
 
-    @extend_schema(
-        operation_id="backends_known",
-        summary="List backends that a model may be for",
-        tags=["backends"],
-        responses={200: KNOWN_BACKEND.many, **flat_refusals()},
-        examples=[
-            response_example(
-                [{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}]
-            )
-        ],
+    @describe(
+        "backends_known",
+        "List backends that a model may be for",
+        KNOWN_BACKEND.many,
+        shown=[{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}],
     )
     def get(self, request: Request) -> Response:
         """What the galleries offer, without single builds, and what is installed besides; by modality."""
@@ -392,30 +342,23 @@ class KnownView(_CatalogueList):
         return Response(sorted(backends, key=lambda backend: (backend["modality"], folded(backend["name"]))))
 
 
-class GalleriesView(_CatalogueList):
+class GalleriesView(BackendRoute):
     """`/backends/galleries`."""
 
-    @extend_schema(
-        operation_id="backends_galleries",
-        summary="List galleries",
-        tags=["backends"],
-        responses={200: REPOSITORY.many, **flat_refusals()},
-        examples=[response_example([_REPOSITORY])],
-    )
+    @describe("backends_galleries", "List galleries", REPOSITORY.many, shown=[_REPOSITORY])
     def get(self, request: Request) -> Response:
         """The galleries of this cluster."""
         return Response(repository_rows())
 
 
-class UseCasesView(_CatalogueList):
+class UseCasesView(BackendRoute):
     """`/api/backends/usecases`."""
 
-    @extend_schema(
-        operation_id="backends_usecases",
-        summary="List what backends are used for",
-        tags=["backends"],
-        responses={200: mapping(TEXTS), **flat_refusals()},
-        examples=[response_example({"minilm": ["embeddings"]})],
+    @describe(
+        "backends_usecases",
+        "List what backends are used for",
+        mapping(TEXTS),
+        shown={"minilm": ["embeddings"]},
     )
     def get(self, request: Request) -> Response:
         """By the name of an entry, what its tags say it is used for; others are left out."""

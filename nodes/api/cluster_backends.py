@@ -5,34 +5,25 @@ request. The views below `/backends/` are the reference's other URLs for the sam
 `DeleteAndWaitView` waits for the end of its operation (O38).
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import counted
 from localai_cluster.web.envelopes import flat_error
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals
-from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
+from localai_cluster.web.openapi import describe
+from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
+from nodes.api import node_backends
+from nodes.api.base import BackendRoute
 from nodes.api.models import WAIT_FOR_END, wait_for_end
-from nodes.api.node_backends import (
-    BACKEND_NAME,
-    COMMAND_TEXTS,
-    BackendSerializer,
-    InstallSerializer,
-    accepted_body,
-    backend_name_in,
-    check_backend_name,
-    install_request,
-)
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options, last_replicas_field
 from nodes.backends import catalogue, node_commands, wave_requests
 from nodes.backends.admission import admit, admit_on_nodes
@@ -48,7 +39,14 @@ from nodes.backends.backend_requests import (
     select_all_nodes,
 )
 from nodes.commands.outcomes import CommandFailed
-from operations.api.serializers import STARTED, NodesSerializer, requester_of, started_body
+from operations.api.serializers import (
+    DEDUPLICATED,
+    JOB_FIELDS,
+    STARTED,
+    NodesSerializer,
+    requester_of,
+    started_body,
+)
 from operations.ledger.admission import Admission
 from operations.models import Status
 
@@ -56,20 +54,12 @@ MAX_BACKENDS = 200
 """Maximum number of backends in one request to `/api/backends/changes`."""
 
 
-def describe_command(
-    name: str, summary: str, body: type[serializers.Serializer[Any]] | None, answer: Shape = STARTED
-) -> Callable[[View], View]:
-    """Describe a command in the API document."""
-    return extend_schema(
-        operation_id=f"backends_{name}",
-        summary=summary,
-        tags=["backends"],
-        request=body,
-        responses={
-            200: OpenApiResponse(answer.ref, "The operation is recorded and will be carried out."),
-            **flat_refusals(400, 404, 409, 413),
-        },
-    )
+describe_command = partial(
+    describe,
+    answer=STARTED,
+    meaning="The operation is recorded and will be carried out.",
+    refused=(400, 404, 409, 413),
+)
 
 
 class UpgradeSerializer(NodesSerializer):
@@ -95,7 +85,7 @@ class InstallEverywhereSerializer(NodesSerializer):
     force = _force_flag("Replace the files where it is installed: its engines stop, and their requests end.")
 
 
-class ExternalSerializer(InstallSerializer, NodesSerializer):
+class ExternalSerializer(node_backends.InstallSerializer, NodesSerializer):
     """A backend to install from an address, and the nodes."""
 
     force = _force_flag("Stop engines of this name at once; without it, their requests may end first.")
@@ -153,11 +143,7 @@ def refuse_hardware_build(command: BackendRequest) -> None:
         )
 
 
-class _CommandView(APIView):
-    envelope = "flat"
-
-
-class _NamedBackendView(_CommandView):
+class _NamedBackendView(BackendRoute):
     """Base of commands on the backend that the path names."""
 
     kind: str
@@ -169,13 +155,13 @@ class _NamedBackendView(_CommandView):
         return Response(
             started_body(
                 admit_command(RequestScope((), requester_of(request)), command, fields),
-                COMMAND_TEXTS[self.kind],
+                node_backends.COMMAND_TEXTS[self.kind],
             )
         )
 
     def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request for the backend in the path."""
-        return BackendRequest(self.kind, backend_name_in(name))
+        return BackendRequest(self.kind, node_backends.backend_name_in(name))
 
 
 class InstallEverywhereView(_NamedBackendView):
@@ -184,7 +170,9 @@ class InstallEverywhereView(_NamedBackendView):
     kind = INSTALL
     body = InstallEverywhereSerializer
 
-    @describe_command("install", "Install a backend on all nodes, or on some", InstallEverywhereSerializer)
+    @describe_command(
+        "backends_install", "Install a backend on all nodes, or on some", body=InstallEverywhereSerializer
+    )
     def post(self, request: Request, name: str) -> Response:
         """Installs the backend where it is not; with `force` also again where it is (O10).
 
@@ -195,13 +183,15 @@ class InstallEverywhereView(_NamedBackendView):
     def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request with the gallery of `gallery@name`."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
-        return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
+        return BackendRequest(INSTALL, node_backends.backend_name_in(name), gallery=gallery, force=force)
 
 
-class InstallExternalView(_CommandView):
+class InstallExternalView(BackendRoute):
     """`/api/backends/install-external`."""
 
-    @describe_command("install_external", "Install a backend from an address", ExternalSerializer)
+    @describe_command(
+        "backends_install_external", "Install a backend from an address", body=ExternalSerializer
+    )
     def post(self, request: Request) -> Response:
         """Installs an image, archive or folder under `name` on all nodes, or on `nodes`.
 
@@ -211,11 +201,13 @@ class InstallExternalView(_CommandView):
         fields = validate_body(ExternalSerializer, request)
         if not fields.get("uri"):
             raise errors.InvalidInput("uri is required", field="uri")
-        command = install_request(
+        command = node_backends.install_request(
             {name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True
         )
         by = replace(RequestScope((), requester_of(request)), drains=not fields.get("force", False))
-        return Response(started_body(admit_command(by, command, fields), COMMAND_TEXTS[INSTALL]))
+        return Response(
+            started_body(admit_command(by, command, fields), node_backends.COMMAND_TEXTS[INSTALL])
+        )
 
 
 class UpgradeEverywhereView(_NamedBackendView):
@@ -224,7 +216,7 @@ class UpgradeEverywhereView(_NamedBackendView):
     kind = UPGRADE
     body = UpgradeSerializer
 
-    @describe_command("upgrade", "Upgrade a backend where it is installed", UpgradeSerializer)
+    @describe_command("backends_upgrade", "Upgrade a backend where it is installed", body=UpgradeSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and installs it again from the galleries, on the nodes that have it (O17).
 
@@ -241,7 +233,7 @@ class DeleteEverywhereView(_NamedBackendView):
 
     kind = DELETE
 
-    @describe_command("delete", "Delete a backend where it is installed", NodesSerializer)
+    @describe_command("backends_delete", "Delete a backend where it is installed", body=NodesSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
         return self._admit_and_respond(request, name)
@@ -261,7 +253,7 @@ CHANGE_OUTCOME = Shape(
         field("jobID", UUID, optional=True),
         field("statusUrl", TEXT, optional=True),
         field("message", TEXT, optional=True),
-        field("deduplicated", FLAG, optional=True),
+        DEDUPLICATED,
         field("error", TEXT, optional=True),
         field("field", TEXT, "The field of the request that is wrong.", optional=True),
         field("last_replicas", TEXTS, "Models to confirm in `last_replicas`.", optional=True),
@@ -279,7 +271,7 @@ _CHANGES = {"upgrade": UPGRADE, "reinstall": INSTALL, "delete": DELETE}
 """The kind of operation by verb."""
 
 
-class BackendChangeSerializer(BackendSerializer, NodesSerializer):
+class BackendChangeSerializer(node_backends.BackendSerializer, NodesSerializer):
     """One backend, its nodes, and the models whose last replica an upgrade in waves may stop."""
 
     last_replicas = last_replicas_field()
@@ -310,11 +302,14 @@ def _refusal_row(command: BackendRequest, error: errors.ClusterError) -> dict[st
     return {"backend": command.backend} | flat_error(error.message, error.field) | details
 
 
-class ChangesView(_CommandView):
+class ChangesView(BackendRoute):
     """`/api/backends/changes`."""
 
     @describe_command(
-        "change_many", "Change several backends", BackendChangesSerializer, answer=CHANGE_OUTCOMES
+        "backends_change_many",
+        "Change several backends",
+        answer=CHANGE_OUTCOMES,
+        body=BackendChangesSerializer,
     )
     def post(self, request: Request) -> Response:
         """Upgrades, installs again or deletes each of `backends`, as one operation for each.
@@ -339,7 +334,9 @@ class ChangesView(_CommandView):
             return Response(CHANGE_OUTCOMES.of(results=[CHANGE_OUTCOME.of(**outcome) for outcome in checked]))
         for command, scope in scopes:
             try:
-                outcome = {"backend": command.backend} | accepted_body(_admit(command, scope), kind)
+                outcome = {"backend": command.backend} | node_backends.accepted_body(
+                    _admit(command, scope), kind
+                )
             except errors.ClusterError as error:  # The state has changed since the check.
                 outcome = _refusal_row(command, error)
             results.append(CHANGE_OUTCOME.of(**outcome))
@@ -354,36 +351,26 @@ JOB_SCHEDULED = Shape(
         field("jobID", UUID, "The same."),
         field("status_url", TEXT, "A whole address."),
         field("message", TEXT),
-        field("deduplicated", FLAG, optional=True),
+        DEDUPLICATED,
     ],
 )
 BACKEND_REMOVED = Shape(
     "BackendRemoved",
     "Whether the backend is gone; `jobID` is the operation that removes it.",
-    [
-        field("success", FLAG),
-        field("message", TEXT),
-        field("jobID", UUID),
-        field("statusUrl", TEXT),
-    ],
+    [field("success", FLAG), *JOB_FIELDS],
 )
 
 
-class ApplySerializer(Described, NullIsAbsent):
+class ApplySerializer(NullIsAbsent):
     """A backend to install on all nodes."""
 
-    id = Text(max_length=255)
+    id = Text(max_length=255, schema=node_backends.REQUIRED_NAME)
     force = Flag(required=False)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["id"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
-        return schema
 
     def validate_id(self, value: str) -> str:
         if not value:
             raise serializers.ValidationError("must not be empty")
-        return check_backend_name(value) or ""
+        return node_backends.check_backend_name(value) or ""
 
 
 def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
@@ -394,17 +381,20 @@ def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
             id=job,
             jobID=job,
             status_url=request.build_absolute_uri(f"/backends/jobs/{job}"),
-            message=COMMAND_TEXTS[command.kind].of(admission),
+            message=node_backends.COMMAND_TEXTS[command.kind].of(admission),
             deduplicated=not admission.created,
         )
     )
 
 
-class ApplyView(_CommandView):
+class ApplyView(BackendRoute):
     """`/backends/apply`."""
 
     @describe_command(
-        "apply", "Install a backend on all nodes unless it is there", ApplySerializer, JOB_SCHEDULED
+        "backends_apply",
+        "Install a backend on all nodes unless it is there",
+        answer=JOB_SCHEDULED,
+        body=ApplySerializer,
     )
     def post(self, request: Request) -> Response:
         """Leaves nodes that have it as they are; with `force` they install it again.
@@ -418,44 +408,45 @@ class ApplyView(_CommandView):
         )
 
 
-class PlainUpgradeView(_CommandView):
+class PlainUpgradeView(BackendRoute):
     """`/backends/upgrade/:name`."""
 
-    @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, JOB_SCHEDULED)
+    @describe_command(
+        "backends_upgrade_other_name", "Upgrade a backend where it is installed", answer=JOB_SCHEDULED
+    )
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it, at once."""
-        return _admit_scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
+        return _admit_scheduled(request, BackendRequest(UPGRADE, node_backends.backend_name_in(name)))
 
 
-class PlainDeleteView(_CommandView):
+class PlainDeleteView(BackendRoute):
     """`/backends/delete/:name`."""
 
-    @describe_command("delete_other_name", "Delete a backend where it is installed", None, JOB_SCHEDULED)
+    @describe_command(
+        "backends_delete_other_name", "Delete a backend where it is installed", answer=JOB_SCHEDULED
+    )
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it."""
-        return _admit_scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
+        return _admit_scheduled(request, BackendRequest(DELETE, node_backends.backend_name_in(name)))
 
 
-class DeleteAndWaitView(_CommandView):
+class DeleteAndWaitView(BackendRoute):
     """`/api/backends/system/delete/:name`."""
 
-    @extend_schema(
-        operation_id="backends_delete_and_wait",
-        summary="Delete a backend and wait for the end",
-        tags=["backends"],
-        request=None,
-        responses={
-            200: OpenApiResponse(BACKEND_REMOVED.ref, "It is done."),
-            202: OpenApiResponse(BACKEND_REMOVED.ref, "The operation is recorded and goes on."),
-            **flat_refusals(400, 409, 502),
-        },
+    @describe(
+        "backends_delete_and_wait",
+        "Delete a backend and wait for the end",
+        BACKEND_REMOVED,
+        meaning="It is done.",
+        others={202: OpenApiResponse(BACKEND_REMOVED.ref, "The operation is recorded and goes on.")},
+        refused=(400, 409, 502),
     )
     def post(self, request: Request, name: str) -> Response:
         """Removes it from all nodes that have it; 502 names the nodes that did not, and their reasons.
 
         It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
         """
-        command = BackendRequest(DELETE, backend_name_in(name))
+        command = BackendRequest(DELETE, node_backends.backend_name_in(name))
         operation = wait_for_end(
             admit_command(RequestScope((), requester_of(request)), command, {}).operation, WAIT_FOR_END
         )

@@ -10,7 +10,7 @@ from django.db.models import F
 
 from localai_cluster.kit import errors, names
 from localai_cluster.web.shapes import Row
-from nodes.api.definition_shapes import DETAIL, FORM, MODEL_FILE, SUMMARY, UNUSABLE
+from nodes.api import definition_shapes as shapes
 from nodes.definitions import edit, schema, store
 from nodes.definitions.files import Definition, UnusableDefinition
 from nodes.definitions.folder import FolderUnresponsive, MergedRow, folder
@@ -72,17 +72,13 @@ class DefinitionEntry:
 
     def summary(self, size: int, actor: str) -> Row:
         definition = self.definition
-        return SUMMARY.of(
-            name=self.name,
+        return shapes.SUMMARY.of_object(
+            self,
             backend=definition.backend if definition is not None else "",
             model=definition.model if definition is not None else "",
-            origin=self.origin,
-            state=self.state,
-            revision=self.revision,
             size=size,
             context_size=definition.options.get("ContextSize") if definition is not None else None,
             use_cases=list(definition.use_cases) if definition is not None else [],
-            updated_at=self.updated_at,
             actor=actor,
             problem=names.to_single_line(str(self.error or "")),
         )
@@ -129,7 +125,7 @@ def read_unusable_rows() -> list[Row]:
             found[stored.row.source] = stored.row.content
     nothing = UnusableDefinition()
     return [
-        UNUSABLE.of(
+        shapes.UNUSABLE.of(
             file="" if source.startswith(SOURCE_PREFIX) else source,
             name=names.to_single_line(found.get(source, nothing).name),
             line=found.get(source, nothing).line,
@@ -151,18 +147,14 @@ def definition_detail(name: str) -> Row:
         *schema.check_text(text, SOURCE_PREFIX).warnings,
         *([f"the models folder {problem}"] * bool(problem)),
     ]
-    return DETAIL.of(
+    return shapes.DETAIL.of_object(
+        entry,
         name=name,
         text=text,
-        origin=entry.origin,
-        state=entry.state,
         shadowed=entry.state == "shadowed",
-        file=entry.file,
-        revision=entry.revision,
-        form=FORM.of(**edit.form_of(own)) if own is not None else None,
+        form=shapes.FORM.of(**edit.form_of(own)) if own is not None else None,
         size=sum(size for _, size in files),
         files=_file_rows(own, files, problem) if own is not None else [],
-        updated_at=entry.updated_at,
         actor=actors_of([entry]).get(name, ""),
         warnings=warnings,
         error=names.to_single_line(str(error or "")),
@@ -187,7 +179,7 @@ def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem
     named = {str(part) for path in named_paths(base, definition) for part in shards(path)}
     absent = {path for path in named - present.keys() if not any(p.startswith(f"{path}/") for p in present)}
     return [
-        MODEL_FILE.of(
+        shapes.MODEL_FILE.of(
             path=names.to_single_line(path.removeprefix(f"{base}/")),
             size=present.get(path, 0),
             present=path in present and path not in at_source,

@@ -13,6 +13,7 @@ from nodes.definitions import store
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.loading.reason_shapes import FIT
 from nodes.models import DefinitionOrigin
+from operations.api.serializers import JOB_FIELDS
 
 ORIGINS = ("file", *DefinitionOrigin.values)
 STATES = ("active", "disabled", "shadowed", "unusable")
@@ -151,7 +152,7 @@ REVISIONS = Shape(
 REMOVAL = Shape(
     "DefinitionRemoval",
     "The operation that deletes the definition.",
-    [field("jobID", UUID), field("statusUrl", TEXT), field("message", TEXT), field("deduplicated", FLAG)],
+    [*JOB_FIELDS, field("deduplicated", FLAG)],
 )
 YAML_EXAMPLE = "name: m\nbackend: llama-cpp\nparameters:\n  model: m.gguf\ncontext_size: 8192\n"
 MOMENT_EXAMPLE = "2026-11-28T09:15:04.120394Z"

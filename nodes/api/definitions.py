@@ -4,45 +4,31 @@ The list includes files of the models folder. A file takes precedence over a sto
 name, which is then `shadowed`. The origin of a save is `editor` for a browser session and `api` for a key.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asgiref.sync import async_to_sync
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import validate_body
-from localai_cluster.web.shapes import TEXT, Row
+from localai_cluster.web.shapes import FLAG, TEXT, Row
 from nodes.api import definition_entries
-from nodes.api.base import integer_schema, job_example, query_parameter, request_example, response_example
-from nodes.api.definition_shapes import (
-    DEFINITIONS,
-    DETAIL,
-    DETAIL_EXAMPLE,
-    FORM_EXAMPLE,
-    MOMENT_EXAMPLE,
-    ORIGIN,
-    ORIGINS,
-    PREVIEW,
-    REMOVAL,
-    REVISION,
-    REVISIONS,
-    STATE,
-    STATES,
-    SUMMARY_EXAMPLE,
-    YAML_EXAMPLE,
-    DefinitionCloneSerializer,
-    DefinitionCreateSerializer,
-    DefinitionEditSerializer,
-    DefinitionPreviewSerializer,
-    DefinitionRestoreSerializer,
+from nodes.api import definition_shapes as shapes
+from nodes.api.base import (
+    ModelRoute,
+    integer_schema,
+    job_example,
+    query_parameter,
+    read_query,
+    response_example,
 )
 from nodes.definitions import edit, schema, store
 from nodes.definitions.folder import folder
@@ -50,7 +36,7 @@ from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading import definition_preview, definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST
 from operations.api.serializers import job_fields, requester_of
 
 MAX_ITEMS, DEFAULT_ITEMS = 1000, 100
@@ -59,12 +45,27 @@ MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
 _MODEL = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
+_PAGE_NUMBER = query_parameter("page", integer_schema(1, FARTHEST, 1), "The page.")
+_LIST = [
+    query_parameter("term", TEXT, "Part of the name, backend or model."),
+    query_parameter("origin", shapes.ORIGIN, "Where it comes from."),
+    query_parameter("state", shapes.STATE, "Its state."),
+    _PAGE_NUMBER,
+    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
+]
+_DELETION = [
+    _MODEL,
+    query_parameter("files", FLAG, "Also delete the files that no other definition names."),
+]
+_REVISION_PAGE = [
+    _MODEL,
+    _PAGE_NUMBER,
+    query_parameter("items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."),
+]
 
 
-class _DefinitionRoute(APIView):
-    """A route of definitions; errors are `{"error": "…"}`."""
-
-    envelope = "flat"
+class _DefinitionRoute(ModelRoute):
+    """A route of definitions."""
 
     def save(self, request: Request, name: str | None, text: str, fields: Mapping[str, Any]) -> Row:
         """Save the text with the caller as its actor. Return the definition."""
@@ -89,48 +90,35 @@ def _origin(request: Request) -> DefinitionOrigin:
 class DefinitionsView(_DefinitionRoute):
     """`/api/definitions`."""
 
-    @extend_schema(
-        operation_id="definitions",
-        summary="List model definitions",
-        tags=["models"],
-        parameters=[
-            query_parameter("term", TEXT, "Part of the name, backend or model."),
-            query_parameter("origin", ORIGIN, "Where it comes from."),
-            query_parameter("state", STATE, "Its state."),
-            query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
-            query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
-        ],
-        responses={200: DEFINITIONS.ref, **flat_refusals(400)},
-        examples=[
-            response_example(
-                {
-                    "definitions": [SUMMARY_EXAMPLE],
-                    "total": 1,
-                    "page": 1,
-                    "items": DEFAULT_ITEMS,
-                    "unusable": [
-                        {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
-                    ],
-                }
-            )
-        ],
+    @describe(
+        "definitions",
+        "List model definitions",
+        shapes.DEFINITIONS,
+        refused=(400,),
+        parameters=_LIST,
+        shown={
+            "definitions": [shapes.SUMMARY_EXAMPLE],
+            "total": 1,
+            "page": 1,
+            "items": DEFAULT_ITEMS,
+            "unusable": [
+                {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
+            ],
+        },
     )
     def get(self, request: Request) -> Response:
         """Those of files and stored ones, by name, in a constant number of queries."""
-        parameters = Parameters(request.query_params, "term", "origin", "state", "page", "items")
-        term = parameters.text("term", MAX_SEARCH_LENGTH).casefold()
-        origin, state = parameters.choice("origin", ORIGINS), parameters.choice("state", STATES)
-        page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS
+        query = read_query(request, _LIST)
+        term, page, items = query["term"].casefold(), query["page"], query["items"]
         entries = [
             entry
             for entry in definition_entries.read_entries()
-            if origin in ("", entry.origin)
-            and state in ("", entry.state)
+            if query["origin"] in ("", entry.origin)
+            and query["state"] in ("", entry.state)
             and (not term or entry.contains(term))
         ]
         shown = entries[(page - 1) * items : page * items]
-        body = DEFINITIONS.of(
+        body = shapes.DEFINITIONS.of(
             definitions=definition_entries.summaries_of(shown),
             total=len(entries),
             page=page,
@@ -139,20 +127,19 @@ class DefinitionsView(_DefinitionRoute):
         )
         return Response(body)
 
-    @extend_schema(
-        operation_id="definitions_create",
-        summary="Store a model definition",
-        tags=["models"],
-        request=DefinitionCreateSerializer,
-        responses={201: DETAIL.ref, **flat_refusals(400, 409, 413)},
-        examples=[
-            request_example({"text": YAML_EXAMPLE, "reason": "for the team"}),
-            response_example(DETAIL_EXAMPLE, "created", "201"),
-        ],
+    @describe(
+        "definitions_create",
+        "Store a model definition",
+        shapes.DETAIL,
+        status=201,
+        refused=(400, 409, 413),
+        body=shapes.DefinitionCreateSerializer,
+        sent={"text": shapes.YAML_EXAMPLE, "reason": "for the team"},
+        examples=[response_example(shapes.DETAIL_EXAMPLE, "created", "201")],
     )
     def post(self, request: Request) -> Response:
         """409 if the model is defined already. Secrets are refused."""
-        fields = validate_body(DefinitionCreateSerializer, request)
+        fields = validate_body(shapes.DefinitionCreateSerializer, request)
         text = fields["text"]
         if name := fields.get("name"):
             text = edit.rename(text, name)
@@ -165,12 +152,11 @@ class DefinitionsView(_DefinitionRoute):
 class DefinitionSchemaView(_DefinitionRoute):
     """`/api/definitions/schema`."""
 
-    @extend_schema(
-        operation_id="definitions_schema",
-        summary="Show the JSON Schema of a definition",
-        tags=["models"],
-        responses={200: {"type": "object", "additionalProperties": True}, **flat_refusals()},
-        examples=[response_example({"title": "Model definition", "type": "object"})],
+    @describe(
+        "definitions_schema",
+        "Show the JSON Schema of a definition",
+        {"type": "object", "additionalProperties": True},
+        shown={"title": "Model definition", "type": "object"},
     )
     def get(self, request: Request) -> Response:
         """For editors; settings that it does not list are permitted and not used."""
@@ -180,32 +166,28 @@ class DefinitionSchemaView(_DefinitionRoute):
 class DefinitionPreviewView(_DefinitionRoute):
     """`/api/definitions/preview`."""
 
-    @extend_schema(
-        operation_id="definitions_preview",
-        summary="Check a definition, and show what saving it would do",
-        tags=["models"],
-        request=DefinitionPreviewSerializer,
-        responses={200: PREVIEW.ref, **flat_refusals(400, 413)},
-        examples=[
-            request_example({"name": "m", "changes": {"context_size": 8192}}),
-            response_example(
-                {
-                    "valid": True,
-                    "errors": [],
-                    "warnings": [],
-                    "text": YAML_EXAMPLE,
-                    "form": FORM_EXAMPLE,
-                    "revision_changes": True,
-                    "replicas": [],
-                    "fit": None,
-                    "diff": "",
-                }
-            ),
-        ],
+    @describe(
+        "definitions_preview",
+        "Check a definition, and show what saving it would do",
+        shapes.PREVIEW,
+        refused=(400, 413),
+        body=shapes.DefinitionPreviewSerializer,
+        sent={"name": "m", "changes": {"context_size": 8192}},
+        shown={
+            "valid": True,
+            "errors": [],
+            "warnings": [],
+            "text": shapes.YAML_EXAMPLE,
+            "form": shapes.FORM_EXAMPLE,
+            "revision_changes": True,
+            "replicas": [],
+            "fit": None,
+            "diff": "",
+        },
     )
     def post(self, request: Request) -> Response:
         """Errors with line and column, the replicas that renewal replaces, where it fits; saves nothing."""
-        fields = validate_body(DefinitionPreviewSerializer, request)
+        fields = validate_body(shapes.DefinitionPreviewSerializer, request)
         name = fields.get("name", "")
         former = store.text_in_force(name) if name else None
         text = (
@@ -216,35 +198,35 @@ class DefinitionPreviewView(_DefinitionRoute):
             name = checked.definition.name
             former = store.text_in_force(name)
         in_force = async_to_sync(folder().find)(name) if name else None
-        return Response(PREVIEW.of(**definition_preview.preview(text, checked, name, in_force, former or "")))
+        return Response(
+            shapes.PREVIEW.of(**definition_preview.preview(text, checked, name, in_force, former or ""))
+        )
 
 
 class DefinitionView(_DefinitionRoute):
     """`/api/definitions/:name`."""
 
-    @extend_schema(
-        operation_id="definition",
-        summary="Show a definition",
-        tags=["models"],
+    @describe(
+        "definition",
+        "Show a definition",
+        shapes.DETAIL,
+        refused=(404,),
         parameters=[_MODEL],
-        responses={200: DETAIL.ref, **flat_refusals(404)},
-        examples=[response_example(DETAIL_EXAMPLE)],
+        shown=shapes.DETAIL_EXAMPLE,
     )
     def get(self, request: Request, name: str) -> Response:
         """With its YAML, the values of the form, and its files."""
         return Response(definition_entries.definition_detail(name))
 
-    @extend_schema(
-        operation_id="definition_save",
-        summary="Change a definition",
-        tags=["models"],
+    @describe(
+        "definition_save",
+        "Change a definition",
+        shapes.DETAIL,
+        refused=(400, 404, 409, 413),
+        body=shapes.DefinitionEditSerializer,
         parameters=[_MODEL],
-        request=DefinitionEditSerializer,
-        responses={200: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
-        examples=[
-            request_example({"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"}),
-            response_example(DETAIL_EXAMPLE),
-        ],
+        sent={"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"},
+        shown=shapes.DETAIL_EXAMPLE,
     )
     def put(self, request: Request, name: str) -> Response:
         """Adds a revision; renewal then replaces the replicas of the former one.
@@ -252,28 +234,21 @@ class DefinitionView(_DefinitionRoute):
         409 with `revision` if it has moved since. Of a model that a file defines the text is stored, and
         `shadowed` says that the file stays in force.
         """
-        fields = validate_body(DefinitionEditSerializer, request)
+        fields = validate_body(shapes.DefinitionEditSerializer, request)
         former = store.text_in_force(name)
         if former is None:
             raise errors.NotFound("there is no such definition")
         text = fields["text"] if "text" in fields else edit.apply_changes(former, fields["changes"])
         return Response(self.save(request, name, text, fields))
 
-    @extend_schema(
-        operation_id="definition_delete",
-        summary="Delete a stored definition",
-        tags=["models"],
-        parameters=[
-            _MODEL,
-            query_parameter(
-                "files", {"type": "boolean"}, "Also delete the files that no other definition names."
-            ),
-        ],
-        request=None,
-        responses={
-            202: OpenApiResponse(REMOVAL.ref, "The operation is recorded."),
-            **flat_refusals(400, 404, 409),
-        },
+    @describe(
+        "definition_delete",
+        "Delete a stored definition",
+        shapes.REMOVAL,
+        status=202,
+        meaning="The operation is recorded.",
+        refused=(400, 404, 409),
+        parameters=_DELETION,
         examples=[
             response_example(
                 job_example("the definition is being deleted") | {"deduplicated": False}, "accepted", "202"
@@ -282,7 +257,7 @@ class DefinitionView(_DefinitionRoute):
     )
     def delete(self, request: Request, name: str) -> Response:
         """Unloads the model first. 409 for a model that only a file defines: remove that file."""
-        with_files = Parameters(request.query_params, "files").choice("files", ("true", "false")) == "true"
+        with_files = read_query(request, _DELETION)["files"]
         return Response(remove(request, name, with_files=with_files), status=202)
 
 
@@ -290,27 +265,26 @@ def remove(request: Request, name: str, *, with_files: bool) -> Row:
     """Request the deletion; return its operation."""
     removal = RemovalRequest(name, requester_of(request), with_files)
     admission = definition_removal.request_removal(removal, now=clock.now())
-    return REMOVAL.of(**job_fields(admission, "the definition is being deleted"))
+    return shapes.REMOVAL.of(**job_fields(admission, "the definition is being deleted"))
 
 
 class DefinitionCloneView(_DefinitionRoute):
     """`/api/definitions/:name/clone`."""
 
-    @extend_schema(
-        operation_id="definition_clone",
-        summary="Copy a definition under another name",
-        tags=["models"],
+    @describe(
+        "definition_clone",
+        "Copy a definition under another name",
+        shapes.DETAIL,
+        status=201,
+        refused=(400, 404, 409, 413),
+        body=shapes.DefinitionCloneSerializer,
         parameters=[_MODEL],
-        request=DefinitionCloneSerializer,
-        responses={201: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
-        examples=[
-            request_example({"name": "m-long"}),
-            response_example(DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201"),
-        ],
+        sent={"name": "m-long"},
+        examples=[response_example(shapes.DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201")],
     )
     def post(self, request: Request, name: str) -> Response:
         """The files are the same. 409 if the new name is defined already."""
-        fields = validate_body(DefinitionCloneSerializer, request)
+        fields = validate_body(shapes.DefinitionCloneSerializer, request)
         text = store.text_in_force(name)
         if text is None:
             raise errors.NotFound("there is no such definition")
@@ -320,105 +294,73 @@ class DefinitionCloneView(_DefinitionRoute):
         return Response(self.save(request, None, copied, {"reason": reason}), status=201)
 
 
-class _SwitchView(_DefinitionRoute):
-    disables: bool
-
-    def post(self, request: Request, name: str) -> Response:
-        """Stored definitions only: the state of a file is its author's."""
-        store.set_disabled(name, self.disables, now=clock.now())
-        return Response(definition_entries.definition_detail(name))
+_describe_switch = partial(describe, answer=shapes.DETAIL, refused=(404, 409), parameters=[_MODEL])
 
 
-def _describe_switch(operation_id: str, summary: str, state: str) -> Callable[[View], View]:
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=["models"],
-        parameters=[_MODEL],
-        request=None,
-        responses={200: DETAIL.ref, **flat_refusals(404, 409)},
-        examples=[response_example(DETAIL_EXAMPLE | {"state": state})],
-    )
+def _set_disabled(name: str, disabled: bool) -> Response:
+    """Switch a stored definition: the state of a file is its author's."""
+    store.set_disabled(name, disabled, now=clock.now())
+    return Response(definition_entries.definition_detail(name))
 
 
-class DefinitionDisableView(_SwitchView):
+class DefinitionDisableView(_DefinitionRoute):
     """`/api/definitions/:name/disable`."""
 
-    disables = True
-
-    @_describe_switch("definition_disable", "Disable a definition", "disabled")
+    @_describe_switch(
+        "definition_disable", "Disable a definition", shown=shapes.DETAIL_EXAMPLE | {"state": "disabled"}
+    )
     def post(self, request: Request, name: str) -> Response:
         """Requests for the model get 404 from then on; its replicas are unloaded after their last request."""
-        return super().post(request, name)
+        return _set_disabled(name, True)
 
 
-class DefinitionEnableView(_SwitchView):
+class DefinitionEnableView(_DefinitionRoute):
     """`/api/definitions/:name/enable`."""
 
-    disables = False
-
-    @_describe_switch("definition_enable", "Enable a definition", "active")
+    @_describe_switch("definition_enable", "Enable a definition", shown=shapes.DETAIL_EXAMPLE)
     def post(self, request: Request, name: str) -> Response:
         """The next request loads the model."""
-        return super().post(request, name)
+        return _set_disabled(name, False)
 
 
 class DefinitionRevisionsView(_DefinitionRoute):
     """`/api/definitions/:name/revisions`."""
 
-    @extend_schema(
-        operation_id="definition_revisions",
-        summary="List the revisions of a definition",
-        tags=["models"],
-        parameters=[
-            _MODEL,
-            query_parameter("page", integer_schema(1, FARTHEST, 1), "The page."),
-            query_parameter(
-                "items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."
-            ),
-        ],
-        responses={200: REVISIONS.ref, **flat_refusals(400, 404)},
-        examples=[
-            response_example(
+    @describe(
+        "definition_revisions",
+        "List the revisions of a definition",
+        shapes.REVISIONS,
+        refused=(400, 404),
+        parameters=_REVISION_PAGE,
+        shown={
+            "revisions": [
                 {
-                    "revisions": [
-                        {
-                            "number": 1,
-                            "actor": "ann",
-                            "at": MOMENT_EXAMPLE,
-                            "reason": "for the team",
-                            "origin": "editor",
-                            "diff": "--- revision 0\n+++ revision 1\n",
-                        }
-                    ],
-                    "total": 1,
-                    "page": 1,
-                    "items": DEFAULT_REVISIONS,
+                    "number": 1,
+                    "actor": "ann",
+                    "at": shapes.MOMENT_EXAMPLE,
+                    "reason": "for the team",
+                    "origin": "editor",
+                    "diff": "--- revision 0\n+++ revision 1\n",
                 }
-            )
-        ],
+            ],
+            "total": 1,
+            "page": 1,
+            "items": DEFAULT_REVISIONS,
+        },
     )
     def get(self, request: Request, name: str) -> Response:
         """Who changed what, when and why, the newest first; none for a model that a file defines."""
-        parameters = Parameters(request.query_params, "page", "items")
-        page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MAX_REVISIONS) or DEFAULT_REVISIONS
+        query = read_query(request, _REVISION_PAGE)
+        page, items = query["page"], query["items"]
         revisions = store.revisions_of(name)
         total = revisions.count()
         if not total:
             definition_entries.find_entry(name)
         shown = list(revisions[(page - 1) * items : page * items])
         return Response(
-            REVISIONS.of(
+            shapes.REVISIONS.of(
                 revisions=[
-                    REVISION.of(
-                        number=revision.number,
-                        actor=revision.actor,
-                        at=revision.at,
-                        reason=revision.reason,
-                        origin=revision.origin,
-                        diff=diff,
-                    )
+                    shapes.REVISION.of_object(revision, diff=diff)
                     for revision, diff in zip(shown, store.diffs(shown), strict=True)
                 ],
                 total=total,
@@ -431,18 +373,19 @@ class DefinitionRevisionsView(_DefinitionRoute):
 class DefinitionRestoreView(_DefinitionRoute):
     """`/api/definitions/:name/revisions/:number/restore`."""
 
-    @extend_schema(
-        operation_id="definition_restore",
-        summary="Restore a revision of a definition",
-        tags=["models"],
+    @describe(
+        "definition_restore",
+        "Restore a revision of a definition",
+        shapes.DETAIL,
+        refused=(400, 404, 409, 413),
+        body=shapes.DefinitionRestoreSerializer,
         parameters=[_MODEL, OpenApiParameter("number", OpenApiTypes.INT, OpenApiParameter.PATH)],
-        request=DefinitionRestoreSerializer,
-        responses={200: DETAIL.ref, **flat_refusals(400, 404, 409, 413)},
-        examples=[request_example({"revision": 3}), response_example(DETAIL_EXAMPLE)],
+        sent={"revision": 3},
+        shown=shapes.DETAIL_EXAMPLE,
     )
     def post(self, request: Request, name: str, number: int) -> Response:
         """Its text becomes the newest revision; 409 with `revision` if the definition has changed since."""
-        fields = validate_body(DefinitionRestoreSerializer, request) if request.data else {}
+        fields = validate_body(shapes.DefinitionRestoreSerializer, request) if request.data else {}
         store.restore(
             name,
             number,

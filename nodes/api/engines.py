@@ -22,32 +22,22 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested_error
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Text, Whole, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
+from nodes.api import models
 from nodes.api.base import (
     JOB_ID,
     MOMENT,
     NODE_ID,
     NodeView,
     query_parameter,
-    request_example,
+    read_query,
     require_node_id,
-    response_example,
     text_schema,
 )
-from nodes.api.models import (
-    MAX_MODEL_LENGTH,
-    UNLOAD_MESSAGES,
-    WAIT_FOR_END,
-    UnloadModelSerializer,
-    check_model_name,
-    describe_waiting_command,
-    run_and_respond,
-    wait_for_end,
-)
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.backends import node_commands, worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import folder
@@ -56,7 +46,6 @@ from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import dial_targets
-from nodes.registry.listing import Parameters
 from nodes.replicas import fleet_queries, unload_requests
 from operations.api.serializers import requester_of
 from operations.ledger.admission import OperationRequest, admit
@@ -102,7 +91,7 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-_REQUEST_EXAMPLE = request_example({"model": "minilm"})
+_MONITORED = [query_parameter("model", text_schema(models.MAX_MODEL_LENGTH), "Which model.", required=True)]
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITOR_EXAMPLE = {
     "state": 2,
@@ -120,19 +109,14 @@ _MONITOR_EXAMPLE = {
 }
 
 
-class BackendModelSerializer(UnloadModelSerializer):
+class BackendModelSerializer(models.UnloadModelSerializer):
     """The name of a model, in the reference's field."""
 
     model_name = None  # type: ignore[assignment]
-    model = Text(max_length=MAX_MODEL_LENGTH)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["model"] |= {"minLength": 1}
-        return schema
+    model = Text(max_length=models.MAX_MODEL_LENGTH, source="model_name", schema={"minLength": 1})
 
     def validate_model(self, name: str) -> str:
-        return check_model_name(name)
+        return models.check_model_name(name)
 
 
 class LoadModelSerializer(BackendModelSerializer):
@@ -145,20 +129,17 @@ class LoadModelSerializer(BackendModelSerializer):
 class LoadView(APIView):
     """`/backend/load`."""
 
-    @extend_schema(
-        operation_id="backend_load",
-        summary="Load a model",
-        tags=["nodes"],
-        request=LoadModelSerializer,
-        responses={
-            200: OpenApiResponse(MODEL_LOADED.ref, "A replica serves."),
-            202: OpenApiResponse(MODEL_LOADED.ref, "The loads are recorded and go on."),
-            **refusals(400, 401, 403, 404, 409, 413),
-        },
-        examples=[
-            _REQUEST_EXAMPLE,
-            response_example({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": JOB_ID}),
-        ],
+    @describe(
+        "backend_load",
+        "Load a model",
+        MODEL_LOADED,
+        meaning="A replica serves.",
+        others={202: OpenApiResponse(MODEL_LOADED.ref, "The loads are recorded and go on.")},
+        refused=(400, 404, 409, 413),
+        body=LoadModelSerializer,
+        sent={"model": "minilm"},
+        shown={"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": JOB_ID},
+        tag="nodes",
     )
     def post(self, request: Request) -> Response:
         """Loads one replica of the model unless one serves; errors carry `loaded` and `message` as well.
@@ -174,7 +155,7 @@ class LoadView(APIView):
 
     def _load(self, request: Request) -> Response:
         fields = validate_body(LoadModelSerializer, request)
-        model: str = fields["model"]
+        model: str = fields["model_name"]
         if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
         if fields.get("replicas") or fields.get("node_id"):
@@ -196,20 +177,20 @@ class LoadView(APIView):
     def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
         node = node_commands.find_node(require_node_id(fields["node_id"])) if fields.get("node_id") else None
         operations = load_request.request_replicas(
-            fields["model"],
+            fields["model_name"],
             fields.get("replicas") or 1,
             node_id=None if node is None else node.pk,
             by=requester_of(request),
         )
-        return _load_response(fields["model"], operations, wait=fields.get("wait", True))
+        return _load_response(fields["model_name"], operations, wait=fields.get("wait", True))
 
 
 def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
     """Return the response: 200 if all loads have ended, 202 if one is still running. Raise LoadFailed."""
     if wait:
-        until = clock.monotonic() + WAIT_FOR_END
+        until = clock.monotonic() + models.WAIT_FOR_END
         operations = [
-            wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
+            models.wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
         ]
     for operation in operations:
         if operation.status in (Status.FAILED, Status.CANCELLED):
@@ -227,31 +208,31 @@ def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -
 class ShutdownView(APIView):
     """`/backend/shutdown`."""
 
-    @describe_waiting_command(
-        "backend_shutdown", "Stop a model", BackendModelSerializer, _REQUEST_EXAMPLE, UNLOAD_MESSAGES
+    @models.describe_waiting_command(
+        "backend_shutdown", "Stop a model", BackendModelSerializer, models.UNLOAD_MESSAGES, key="model"
     )
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
-        fields = validate_body(BackendModelSerializer, request)
-        return run_and_respond(
-            request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOAD_MESSAGES
+        return models.run_and_respond(
+            request, unload_requests.unload, BackendModelSerializer, models.UNLOAD_MESSAGES
         )
 
 
 class MonitorView(APIView):
     """`/backend/monitor`."""
 
-    @extend_schema(
-        operation_id="backend_monitor",
-        summary="Show a model's engines",
-        tags=["nodes"],
-        parameters=[query_parameter("model", text_schema(MAX_MODEL_LENGTH), "Which model.", required=True)],
-        responses={200: MONITOR.ref, **refusals(400, 401, 403, 404, 502)},
-        examples=[response_example(_MONITOR_EXAMPLE)],
+    @describe(
+        "backend_monitor",
+        "Show a model's engines",
+        MONITOR,
+        refused=(400, 404, 502),
+        parameters=_MONITORED,
+        shown=_MONITOR_EXAMPLE,
+        tag="nodes",
     )
     def get(self, request: Request) -> Response:
         """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
-        model = Parameters(request.query_params, "model").text("model", MAX_MODEL_LENGTH)
+        model = read_query(request, _MONITORED)["model"]
         if not model:
             raise errors.InvalidInput("model is required", field="model")
         engines = _find_engines(model)
@@ -295,14 +276,8 @@ async def _read_status(engine: _Engine) -> dict[str, Any]:
         problem = error.message
     finally:
         await client.close()
-    return ENGINE_STATUS.of(
-        node_id=str(engine.node_id),
-        node_name=engine.node_name,
-        replica_index=engine.replica_index,
-        in_flight=engine.in_flight,
-        state=state,
-        memory=memory,
-        error=problem,
+    return ENGINE_STATUS.of_object(
+        engine, node_id=str(engine.node_id), state=state, memory=memory, error=problem
     )
 
 
@@ -344,13 +319,14 @@ class LoadStatusView(APIView):
     permission_classes = [IsUser]
     error_type = "not_found_error"
 
-    @extend_schema(
-        operation_id="models_load_status",
-        summary="Show how far the load of a model is",
-        tags=["nodes"],
+    @describe(
+        "models_load_status",
+        "Show how far the load of a model is",
+        LOADING,
+        refused=(404,),
         parameters=[OpenApiParameter("model", str, OpenApiParameter.PATH)],
-        responses={200: LOADING.ref, **refusals(401, 404)},
-        examples=[response_example(_EXAMPLE)],
+        shown=_EXAMPLE,
+        tag="nodes",
     )
     def get(self, request: Request, model: str) -> Response:
         """404 when no load goes on: the model may be ready, so ask it again."""
@@ -371,18 +347,17 @@ LOG_LINE = Shape(
         field("text", TEXT),
     ],
 )
-_REFUSALS = refusals(401, 403, 404, 409, 502, 504)
 
 
 class LoggedModelsView(NodeView):
     """`/api/nodes/:id/backend-logs`."""
 
-    @extend_schema(
-        operation_id="nodes_logs_list",
-        summary="List the models that have logs on a node",
-        tags=["nodes"],
-        responses={200: {"type": "array", "items": TEXT}, **_REFUSALS},
-        examples=[response_example(["minilm"])],
+    @describe(
+        "nodes_logs_list",
+        "List the models that have logs on a node",
+        TEXTS,
+        refused=(404, 409, 502, 504),
+        shown=["minilm"],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The models whose engines the worker keeps output of, those that have ended included."""
@@ -392,12 +367,12 @@ class LoggedModelsView(NodeView):
 class LogLinesView(NodeView):
     """`/api/nodes/:id/backend-logs/:model`."""
 
-    @extend_schema(
-        operation_id="nodes_logs_read",
-        summary="Show the log of a model on a node",
-        tags=["nodes"],
-        responses={200: LOG_LINE.many, **refusals(400), **_REFUSALS},
-        examples=[response_example([{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}])],
+    @describe(
+        "nodes_logs_read",
+        "Show the log of a model on a node",
+        LOG_LINE.many,
+        refused=(400, 404, 409, 502, 504),
+        shown=[{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}],
     )
     def get(self, request: Request, node_id: str, model: str) -> Response:
         """The last lines of a model's engines in order of time; `model#0` is one replica (`%23` in the URL).
@@ -411,10 +386,7 @@ class LogLinesView(NodeView):
 
 def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
     """Return the worker's response. No database connection is held during the request."""
-    parsed_id = parse_node_id(node_id)
-    if parsed_id is None:
-        raise errors.NotFound("node not found")
-    server = dial_targets.http_server(parsed_id)
+    server = dial_targets.http_server(parse_id(node_id))
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(question)(server, *about)

@@ -1,6 +1,6 @@
 """`GET /api/figures`: figures over time of the cluster, a node or a model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -9,7 +9,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, column, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
@@ -18,7 +18,7 @@ from nodes.api.base import (
     NodeView,
     enum_schema,
     query_parameter,
-    response_example,
+    read_query,
     text_schema,
 )
 from nodes.api.worker_routes import parse_node_id
@@ -26,7 +26,6 @@ from nodes.figures import series, store
 from nodes.figures.series import DAY, HOUR, MINUTE, SECOND, Columns
 from nodes.figures.store import Span
 from nodes.models import BackendNode, NodeEvent, NodeModel
-from nodes.registry import listing
 
 STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
 DEFAULT_POINTS, MAX_POINTS = 400, 1500
@@ -112,39 +111,37 @@ _EXAMPLE = {
     ],
     "events": [{"at": MOMENT, "kind": "drained", "node_id": NODE_ID, "node_name": "gpu-a"}],
 }
+_PARAMETERS = [
+    query_parameter("scope", enum_schema(SCOPES), "What they are of.", required=True),
+    query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
+    query_parameter("from", TIME, "The beginning; an hour before `to` unless given, a year ago at most."),
+    query_parameter("to", TIME, "The end; now unless given."),
+    query_parameter(
+        "step",
+        {"type": "integer", "enum": list(STEPS)},
+        f"Seconds; at most {MAX_POINTS} steps. Unless given, the least that is kept for the time and"
+        f" has at most {DEFAULT_POINTS} steps.",
+    ),
+]
 
 
 class FiguresView(NodeView):
     """`/api/figures`."""
 
-    @extend_schema(
-        operation_id="figures_read",
-        summary="Show figures over time",
-        tags=["nodes"],
-        parameters=[
-            query_parameter("scope", enum_schema(SCOPES), "What they are of.", required=True),
-            query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
-            query_parameter(
-                "from", TIME, "The beginning; an hour before `to` unless given, a year ago at most."
-            ),
-            query_parameter("to", TIME, "The end; now unless given."),
-            query_parameter(
-                "step",
-                {"type": "integer", "enum": list(STEPS)},
-                f"Seconds; at most {MAX_POINTS} steps. Unless given, the least that is kept for the time and"
-                f" has at most {DEFAULT_POINTS} steps.",
-            ),
-        ],
-        responses={200: FIGURES.ref, **refusals(400, 401, 403, 404)},
-        examples=[response_example(_EXAMPLE)],
+    @describe(
+        "figures_read",
+        "Show figures over time",
+        FIGURES,
+        refused=(400, 404),
+        parameters=_PARAMETERS,
+        shown=_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
         """10-second values are kept for an hour, minutes for two days, hours for a year."""
-        parameters = listing.Parameters(request.query_params, "scope", "name", "from", "to", "step")
-        scope = parameters.choice("scope", SCOPES)
-        name, node_id, subjects = _subjects(scope, parameters.text("name", 255))
-        now = clock.now()
-        span = _parse_span(parameters, now)
+        query, now = read_query(request, _PARAMETERS), clock.now()
+        scope = query["scope"]
+        name, node_id, subjects = _subjects(scope, query["name"])
+        span = _parse_span(query, now)
         columns: Columns = (
             {} if scope == "node" else {name: [None] * span.count for name in series.COUNTED_FIGURES}
         )
@@ -179,14 +176,14 @@ def _subjects(scope: str, name: str) -> tuple[str, UUID | None, list[str]]:
     return node[1], node[0], [f"{series.NODE_PREFIX}{node[0]}"]
 
 
-def _parse_span(parameters: listing.Parameters, now: datetime) -> Span:
+def _parse_span(query: Mapping[str, Any], now: datetime) -> Span:
     """Return the requested grid. Raise InvalidInput with the name of the wrong parameter."""
-    until, since = parameters.moment("to"), parameters.moment("from")
+    until, since = query["to"], query["from"]
     end = now if until is None or until > now else until
     start = end - HOUR if since is None else since
     if not now - MAX_AGE <= start < end:
         raise errors.InvalidInput("from must be before to and now, and at most a year ago", field="from")
-    seconds = parameters.number("step", STEPS[0], STEPS[-1]) or _default_step(end - start, now - start)
+    seconds = query["step"] or _default_step(end - start, now - start)
     if seconds not in STEPS:
         raise errors.InvalidInput(f"step must be one of {', '.join(map(str, STEPS))}", field="step")
     step = timedelta(seconds=seconds)
@@ -288,26 +285,21 @@ RATES = Shape(
 class ModelRatesView(NodeView):
     """`/api/figures/models`."""
 
-    @extend_schema(
-        operation_id="figures_models",
-        summary="Show the requests of all models",
-        tags=["nodes"],
-        responses={200: RATES.ref, **refusals(401, 403)},
-        examples=[
-            response_example(
+    @describe(
+        "figures_models",
+        "Show the requests of all models",
+        RATES,
+        shown={
+            "models": [
                 {
-                    "models": [
-                        {
-                            "name": "minilm",
-                            "requests_per_second": 3.5,
-                            "errors_per_second": 0.0,
-                            "tokens_per_second": 812.4,
-                            "first_token_seconds": 0.21,
-                        }
-                    ]
+                    "name": "minilm",
+                    "requests_per_second": 3.5,
+                    "errors_per_second": 0.0,
+                    "tokens_per_second": 812.4,
+                    "first_token_seconds": 0.21,
                 }
-            )
-        ],
+            ]
+        },
     )
     def get(self, request: Request) -> Response:
         """The requests of each model with a replica over the last minute, in a constant number of queries."""

@@ -9,13 +9,12 @@ from typing import Any
 
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock
-from localai_cluster.web.openapi import extend_schema, flat_refusals, name_operations
+from localai_cluster.web.openapi import describe, name_operations
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import NODE_ID, response_example
+from nodes.api.base import NODE_ID, BackendRoute
 from nodes.api.catalogue import INVENTORY_MAX_AGE
 from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
 from nodes.backends.catalogue import WHERE
@@ -75,39 +74,34 @@ UPGRADE = Shape(
     ],
 )
 
-_UPGRADES = {200: mapping(UPGRADE.ref), **flat_refusals()}
 _NODE = {"node_id": NODE_ID, "node_name": "gpu-a"}
-_UPGRADE_EXAMPLE = response_example(
-    {
-        "minilm": {
-            "backend_name": "minilm",
-            "installed_version": "1.0.0",
-            "available_version": "1.1.0",
-            "node_drift": [{**_NODE, "version": "0.9.0"}],
-        }
+_UPGRADE_EXAMPLE = {
+    "minilm": {
+        "backend_name": "minilm",
+        "installed_version": "1.0.0",
+        "available_version": "1.1.0",
+        "node_drift": [{**_NODE, "version": "0.9.0"}],
     }
-)
-_LIST_EXAMPLE = response_example(
-    [
-        {
-            "Name": "minilm",
-            "RunFile": "",
-            "IsMeta": False,
-            "IsSystem": False,
-            "Metadata": {"name": "minilm", "version": "1.0.0", "installed_at": "2026-08-20T09:12:44Z"},
-            "upgrade_available": True,
-            "available_version": "1.1.0",
-            "nodes": [
-                {
-                    **_NODE,
-                    "node_status": "healthy",
-                    "version": "1.0.0",
-                    "installed_at": "2026-08-20T09:12:44Z",
-                }
-            ],
-        }
-    ]
-)
+}
+_LIST_EXAMPLE = [
+    {
+        "Name": "minilm",
+        "RunFile": "",
+        "IsMeta": False,
+        "IsSystem": False,
+        "Metadata": {"name": "minilm", "version": "1.0.0", "installed_at": "2026-08-20T09:12:44Z"},
+        "upgrade_available": True,
+        "available_version": "1.1.0",
+        "nodes": [
+            {
+                **_NODE,
+                "node_status": "healthy",
+                "version": "1.0.0",
+                "installed_at": "2026-08-20T09:12:44Z",
+            }
+        ],
+    }
+]
 
 
 def upgrades_by_backend(upgrades: Iterable[Upgrade]) -> dict[str, Row]:
@@ -153,20 +147,10 @@ def _installed_row(backend: installed.InstalledBackend, upgrade: Upgrade | None,
     )
 
 
-class _FlatErrorView(APIView):
-    envelope = "flat"
-
-
-class InstalledView(_FlatErrorView):
+class InstalledView(BackendRoute):
     """`/backends`."""
 
-    @extend_schema(
-        operation_id="backends_installed",
-        summary="List installed backends",
-        tags=["backends"],
-        responses={200: INSTALLED.many, **flat_refusals()},
-        examples=[_LIST_EXAMPLE],
-    )
+    @describe("backends_installed", "List installed backends", INSTALLED.many, shown=_LIST_EXAMPLE)
     def get(self, request: Request) -> Response:
         """The backends of all approved nodes by name, where each is, and whether there is an upgrade.
 
@@ -176,32 +160,19 @@ class InstalledView(_FlatErrorView):
         return Response(installed_rows(upgrade_check.read_overview()))
 
 
-class UpgradesView(_FlatErrorView):
+class UpgradesView(BackendRoute):
     """`/api/backends/upgrades`."""
 
-    @extend_schema(
-        operation_id="backends_upgrades",
-        summary="List available upgrades",
-        tags=["backends"],
-        responses=_UPGRADES,
-        examples=[_UPGRADE_EXAMPLE],
-    )
+    @describe("backends_upgrades", "List available upgrades", mapping(UPGRADE.ref), shown=_UPGRADE_EXAMPLE)
     def get(self, request: Request) -> Response:
         """By backend, what the galleries offered at the last check compared with what is installed now."""
         return Response(upgrades_by_backend(upgrade_check.read_overview().upgrades.values()))
 
 
-class UpgradeCheckView(_FlatErrorView):
+class UpgradeCheckView(BackendRoute):
     """`/api/backends/upgrades/check`."""
 
-    @extend_schema(
-        operation_id="backends_upgrades_check",
-        summary="Check for upgrades",
-        tags=["backends"],
-        request=None,
-        responses=_UPGRADES,
-        examples=[_UPGRADE_EXAMPLE],
-    )
+    @describe("backends_upgrades_check", "Check for upgrades", mapping(UPGRADE.ref), shown=_UPGRADE_EXAMPLE)
     def post(self, request: Request) -> Response:
         """Has a controller read the galleries again, and answers what was known before.
 

@@ -7,7 +7,6 @@ every holder of a registration token or a usable join token.
 from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 from django.http import HttpResponse
 from drf_spectacular.types import OpenApiTypes
@@ -17,31 +16,20 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import join_script
-from localai_cluster.accounts import principals
-from localai_cluster.accounts.authentication import (
-    CHALLENGE,
-    BearerAuthentication,
-    CookieAuthentication,
-    client_address,
-    person_of,
-    principal,
-)
+from localai_cluster.accounts import authentication, principals
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.web import rest, throttle
-from localai_cluster.web.openapi import extend_schema, refusals
-from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
+from localai_cluster.web.openapi import describe
+from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
 from nodes.api.base import (
     MOMENT,
+    PAGE,
     NodeView,
     actor_of,
-    describe_list,
-    message_example,
-    request_example,
-    response_example,
 )
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.models import JoinToken
 from nodes.registry import identity, joining, listing
 
@@ -102,41 +90,38 @@ _TOKEN = "join-" + "0" * 64
 _URL = "http://192.0.2.10:8080"
 
 
-class JoinTokenRequestSerializer(Described, NullIsAbsent):
+class JoinTokenRequestSerializer(NullIsAbsent):
     """For how long, for how many nodes, and what for."""
 
-    lifetime_seconds = Whole(required=False, min_value=joining.SHORTEST, max_value=joining.LONGEST)
-    uses = Whole(required=False, min_value=1, max_value=joining.MAX_USES)
+    lifetime_seconds = Whole(
+        required=False,
+        min_value=joining.SHORTEST,
+        max_value=joining.LONGEST,
+        schema={"default": joining.USUAL},
+    )
+    uses = Whole(required=False, min_value=1, max_value=joining.MAX_USES, schema={"default": 1})
     note = Text(required=False, max_length=joining.MAX_NOTE_LENGTH)
-    url = Text(required=False, max_length=addresses.MAX_URL_LENGTH)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        properties = schema["properties"]
-        properties["lifetime_seconds"]["default"] = joining.USUAL
-        properties["uses"]["default"] = 1
-        properties["url"]["description"] = "Base URL for the command if CLUSTER_PUBLIC_URL is not set."
-        return schema
+    url = Text(
+        required=False,
+        max_length=addresses.MAX_URL_LENGTH,
+        help_text="Base URL for the command if CLUSTER_PUBLIC_URL is not set.",
+    )
 
 
 def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
-    return [JOIN_TOKEN.of(**_token_row(token, now)) for token in tokens]
-
-
-def _token_row(token: JoinToken, now: datetime) -> Row:
-    columns = {name: getattr(token, name) for name in JOIN_TOKEN.fields if name != "state"}
-    return columns | {"state": joining.state(token, now).value}
+    return [JOIN_TOKEN.of_object(token, state=joining.state(token, now).value) for token in tokens]
 
 
 class JoinTokensView(NodeView):
     """`/api/join-tokens`."""
 
-    @describe_list(
+    @describe(
         "join_tokens",
         "List join tokens",
-        tag="nodes",
-        rows=JOIN_TOKEN.many,
-        example=response_example([_EXAMPLE]),
+        JOIN_TOKEN.many,
+        refused=(400,),
+        parameters=PAGE,
+        shown=[_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """Newest first; never the tokens themselves. Expired ones stay for the event retention."""
@@ -145,26 +130,22 @@ class JoinTokensView(NodeView):
         rows = token_rows(tokens[page.part], clock.now())
         return Response(rows, headers=page.headers(request, tokens.count()))
 
-    @extend_schema(
-        operation_id="join_tokens_make",
-        summary="Make a join token",
-        tags=["nodes"],
-        request=JoinTokenRequestSerializer,
-        responses={201: CREATED_TOKEN.ref, **refusals(400, 401, 403, 413)},
-        examples=[
-            request_example({"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"}),
-            response_example(
-                _EXAMPLE
-                | {
-                    "token": _TOKEN,
-                    "command": join_script.command(_URL, _TOKEN),
-                    "url": _URL,
-                    "url_is_set": True,
-                    "warnings": [],
-                },
-                status="201",
-            ),
-        ],
+    @describe(
+        "join_tokens_make",
+        "Make a join token",
+        CREATED_TOKEN,
+        status=201,
+        refused=(400, 413),
+        body=JoinTokenRequestSerializer,
+        sent={"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"},
+        shown=_EXAMPLE
+        | {
+            "token": _TOKEN,
+            "command": join_script.command(_URL, _TOKEN),
+            "url": _URL,
+            "url_is_set": True,
+            "warnings": [],
+        },
     )
     def post(self, request: Request) -> Response:
         """Works in place of the registration token, for new nodes until it expires or is used up."""
@@ -180,8 +161,9 @@ class JoinTokensView(NodeView):
             lifetime=body.get("lifetime_seconds", joining.USUAL),
             uses=body.get("uses", 1),
         )
-        shown = CREATED_TOKEN.of(
-            **_token_row(token, now),
+        shown = CREATED_TOKEN.of_object(
+            token,
+            state=joining.state(token, now).value,
             token=plain,
             command=join_script.command(url, plain, wheel),
             url=url,
@@ -201,24 +183,17 @@ def _base_url(text: str) -> str:
 class JoinTokenView(NodeView):
     """`/api/join-tokens/:id`."""
 
-    @extend_schema(
-        operation_id="join_tokens_revoke",
-        summary="Revoke a join token",
-        tags=["nodes"],
-        responses={200: rest.MessageSerializer, **refusals(401, 403, 404)},
-        examples=[message_example("join token revoked")],
+    @describe(
+        "join_tokens_revoke",
+        "Revoke a join token",
+        rest.MessageSerializer,
+        refused=(404,),
+        shown={"message": "join token revoked"},
     )
     def delete(self, request: Request, token_id: str) -> Response:
         """It admits no new node any more. Nodes that joined with it stay."""
-        joining.revoke(_token_id(token_id), actor=actor_of(request), now=clock.now())
+        joining.revoke(parse_id(token_id, "join token"), actor=actor_of(request), now=clock.now())
         return Response({"message": "join token revoked"})
-
-
-def _token_id(text: str) -> UUID:
-    token_id = parse_node_id(text)
-    if token_id is None:
-        raise errors.NotFound("join token not found")
-    return token_id
 
 
 SCRIPT, WHEEL = "text/x-shellscript", "application/zip"
@@ -238,11 +213,11 @@ class JoinAuthentication(BaseAuthentication):
         offered = principals.bearer(request.headers.get("authorization", ""))
         if not offered:
             return None
-        throttle.token_failures().check(client_address(request), clock.now())
+        throttle.token_failures().check(authentication.client_address(request), clock.now())
         try:
             return self._authenticate_machine(request, offered)
         except identity.WrongCredential:
-            throttle.token_failures().note(client_address(request), clock.now())
+            throttle.token_failures().note(authentication.client_address(request), clock.now())
             raise
 
     @staticmethod
@@ -252,13 +227,13 @@ class JoinAuthentication(BaseAuthentication):
             return principals.JOINING, None
         if principals.is_registration_token(offered):
             return principals.JOINING, None
-        if person_of(request).is_authenticated:
+        if authentication.person_of(request).is_authenticated:
             return None
         raise identity.WrongCredential("invalid registration token")
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge that makes DRF respond 401, not 403."""
-        return CHALLENGE
+        return authentication.CHALLENGE
 
 
 class MayJoin(BasePermission):
@@ -267,25 +242,30 @@ class MayJoin(BasePermission):
     message = "admin access required"
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
-        caller = principal(request)
+        caller = authentication.principal(request)
         return caller.kind == "joining" or caller.is_admin
 
 
 class JoinView(NodeView):
     """Base of the routes for script and wheel."""
 
-    authentication_classes = [JoinAuthentication, BearerAuthentication, CookieAuthentication]
+    authentication_classes = [
+        JoinAuthentication,
+        authentication.BearerAuthentication,
+        authentication.CookieAuthentication,
+    ]
     permission_classes = [MayJoin]
+    tag = "worker"
 
 
 class ScriptView(JoinView):
     """`/join`."""
 
-    @extend_schema(
-        operation_id="join",
-        summary="Get the script that adds a machine",
-        tags=["worker"],
-        responses={(200, SCRIPT): OpenApiTypes.STR, **refusals(401, 403, 429)},
+    @describe(
+        "join",
+        "Get the script that adds a machine",
+        others={(200, SCRIPT): OpenApiTypes.STR},
+        refused=(429,),
     )
     def get(self, request: Request) -> HttpResponse:
         """A POSIX shell script that installs and starts the worker; it contains no secret.
@@ -301,11 +281,8 @@ class ScriptView(JoinView):
 class WheelView(JoinView):
     """`/join/wheel`."""
 
-    @extend_schema(
-        operation_id="join_wheel",
-        summary="Get the worker package",
-        tags=["worker"],
-        responses={(200, WHEEL): OpenApiTypes.BINARY, **refusals(401, 403, 429, 503)},
+    @describe(
+        "join_wheel", "Get the worker package", others={(200, WHEEL): OpenApiTypes.BINARY}, refused=(429,)
     )
     def get(self, request: Request) -> HttpResponse:
         """The Python wheel of the worker, as the script installs it. 503 if the server has none."""

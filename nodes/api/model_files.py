@@ -14,11 +14,11 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.quantities import counted
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import JOB_ID, MOMENT, request_example, require_node_id, response_example
+from nodes.api.base import JOB_ID, MOMENT, job_example, require_node_id
 from nodes.api.node_actions import NodeIds
 from nodes.definitions.folder import folder
 from nodes.downloads import unused_files
@@ -76,25 +76,21 @@ _FILE = {"path": "old.gguf", "size": 4_800_000_000, "modified_at": MOMENT}
 class UnusedFilesView(APIView):
     """`/api/models/files`."""
 
-    @extend_schema(
-        operation_id="models_files",
-        summary="List unused files of models",
-        tags=["nodes"],
-        responses={200: FILES.ref, **refusals(401, 403)},
-        examples=[
-            response_example(
+    @describe(
+        "models_files",
+        "List unused files of models",
+        FILES,
+        shown={
+            "places": [
                 {
-                    "places": [
-                        {
-                            "node_id": None,
-                            "node_name": CONTROL_PLANE,
-                            "total": 4_800_000_000,
-                            "files": [_FILE],
-                        }
-                    ]
+                    "node_id": None,
+                    "node_name": CONTROL_PLANE,
+                    "total": 4_800_000_000,
+                    "files": [_FILE],
                 }
-            )
-        ],
+            ]
+        },
+        tag="nodes",
     )
     def get(self, request: Request) -> Response:
         """Files that no definition and no running import names, on the control plane and on each node.
@@ -122,30 +118,23 @@ class RemovalSerializer(NullIsAbsent):
 class RemoveFilesView(APIView):
     """`/api/models/files/remove`."""
 
-    @extend_schema(
-        operation_id="models_files_remove",
-        summary="Remove unused files of models",
-        tags=["nodes"],
-        request=RemovalSerializer,
-        responses={
-            200: OpenApiResponse(REMOVAL.ref, "There is nothing to remove."),
-            202: OpenApiResponse(REMOVAL.ref, "The removal is recorded and goes on."),
-            **refusals(400, 401, 403, 404, 409, 413),
+    @describe(
+        "models_files_remove",
+        "Remove unused files of models",
+        REMOVAL,
+        status=202,
+        meaning="The removal is recorded and goes on.",
+        others={200: OpenApiResponse(REMOVAL.ref, "There is nothing to remove.")},
+        refused=(400, 404, 409, 413),
+        body=RemovalSerializer,
+        sent={"older_than_days": 30},
+        shown=job_example("1 file is being removed")
+        | {
+            "paths": ["old.gguf"],
+            "bytes": 4_800_000_000,
+            "jobs": [{"jobID": JOB_ID, "statusUrl": f"/api/backends/job/{JOB_ID}"}],
         },
-        examples=[
-            request_example({"older_than_days": 30}),
-            response_example(
-                {
-                    "message": "1 file is being removed",
-                    "paths": ["old.gguf"],
-                    "bytes": 4_800_000_000,
-                    "jobs": [{"jobID": JOB_ID, "statusUrl": f"/api/backends/job/{JOB_ID}"}],
-                    "jobID": JOB_ID,
-                    "statusUrl": f"/api/backends/job/{JOB_ID}",
-                },
-                status="202",
-            ),
-        ],
+        tag="nodes",
     )
     def post(self, request: Request) -> Response:
         """Removes these files, those that are older, or the oldest until so many bytes are free.
@@ -189,9 +178,7 @@ class _StorageLocation:
             node_id=str(self.node_id) if self.node_id else None,
             node_name=self.node_name,
             total=sum(file.size for file in self.files),
-            files=[
-                FILE.of(path=file.path, size=file.size, modified_at=file.modified_at) for file in self.files
-            ],
+            files=[FILE.of_object(file) for file in self.files],
             problem=self.problem,
         )
 

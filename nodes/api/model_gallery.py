@@ -5,20 +5,19 @@ Each command is the same import as under the routes of this product; only shapes
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import UUID as Id
 
-from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import (
     BYTES,
@@ -33,11 +32,19 @@ from localai_cluster.web.shapes import (
     field,
     mapping,
 )
-from nodes.api.base import JOB_ID, query_parameter, request_example, response_example
-from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS
+from nodes.api.base import (
+    JOB_ID,
+    ModelRoute,
+    enum_schema,
+    integer_schema,
+    query_parameter,
+    read_query,
+    text_schema,
+)
+from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS, page_fields
 from nodes.api.models import MAX_MODEL_LENGTH
 from nodes.api.sources import import_message, start_import
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
 from operations.api.serializers import STARTED, job_fields
@@ -118,16 +125,6 @@ ESTIMATE = Shape(
 _REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
-class _GalleryView(APIView):
-    envelope = "flat"
-
-
-def _describe(operation_id: str, summary: str, answer: Any, **others: Any) -> Callable[[View], View]:
-    return extend_schema(
-        operation_id=operation_id, summary=summary, tags=["models"], responses=answer, **others
-    )
-
-
 def _repositories() -> list[Row]:
     return [
         REPOSITORY.of(url=gallery_index.public_url(gallery.url), name=gallery.name)
@@ -135,47 +132,32 @@ def _repositories() -> list[Row]:
     ]
 
 
-class AvailableModelsView(_GalleryView):
+class AvailableModelsView(ModelRoute):
     """`/models/available`."""
 
-    @_describe(
-        "models_available",
-        "List entries of the model galleries",
-        {200: AVAILABLE_MODEL.many, **flat_refusals()},
-    )
+    @describe("models_available", "List entries of the model galleries", AVAILABLE_MODEL.many)
     def get(self, request: Request) -> Response:
         """Entries as their galleries have them."""
         installed = catalogue.installed_names()
         return Response(
             [
-                AVAILABLE_MODEL.of(
-                    name=entry.name,
+                AVAILABLE_MODEL.of_object(
+                    entry,
                     gallery=REPOSITORY.of(
                         url=gallery_index.public_url(entry.gallery.url), name=entry.gallery.name
                     ),
                     installed=folded(entry.name) in installed,
                     url=gallery_index.public_url(entry.config_url or entry.uri),
-                    description=entry.description,
-                    license=entry.license,
-                    icon=entry.icon,
-                    size=entry.size,
-                    urls=list(entry.urls),
-                    tags=list(entry.tags),
                 )
                 for entry in catalogue.readable_offer().builds
             ]
         )
 
 
-class ModelGalleriesView(_GalleryView):
+class ModelGalleriesView(ModelRoute):
     """`/models/galleries`."""
 
-    @_describe(
-        "models_galleries",
-        "List the model galleries",
-        {200: REPOSITORY.many, **flat_refusals()},
-        examples=[response_example([_REPOSITORY])],
-    )
+    @describe("models_galleries", "List the model galleries", REPOSITORY.many, shown=[_REPOSITORY])
     def get(self, request: Request) -> Response:
         """As they are configured, without credentials."""
         return Response(_repositories())
@@ -221,22 +203,24 @@ def _job_response(request: Request, operation_id: Id) -> Response:
     return Response(JOB_STARTED.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
 
 
-_COMMAND = {200: OpenApiResponse(JOB_STARTED.ref, "It is recorded and will be carried out.")}
-_STARTED = {200: OpenApiResponse(STARTED.ref, "It is recorded and will be carried out.")}
-_STARTED_EXAMPLE = response_example(
-    {"uuid": JOB_ID, "status": f"https://cluster.example/models/jobs/{JOB_ID}"}
+_ADMITTED = "It is recorded and will be carried out."
+_describe_import = partial(
+    describe,
+    answer=JOB_STARTED,
+    meaning=_ADMITTED,
+    refused=(400, 404, 409, 413, 502),
+    shown={"uuid": JOB_ID, "status": f"https://cluster.example/models/jobs/{JOB_ID}"},
 )
 
 
-class ApplyModelView(_GalleryView):
+class ApplyModelView(ModelRoute):
     """`/models/apply`."""
 
-    @_describe(
+    @_describe_import(
         "models_apply",
         "Install a model of a gallery",
-        {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
-        request=ApplyModelSerializer,
-        examples=[request_example({"id": "localai@qwen2.5-1.5b-instruct"}), _STARTED_EXAMPLE],
+        body=ApplyModelSerializer,
+        sent={"id": "localai@qwen2.5-1.5b-instruct"},
     )
     def post(self, request: Request) -> Response:
         """Fetches its files and defines it; a definition of that name gets a new revision."""
@@ -273,15 +257,14 @@ def reference_of(text: str) -> GalleryRef:
     return GalleryRef(gallery, name)
 
 
-class ImportUriView(_GalleryView):
+class ImportUriView(ModelRoute):
     """`/models/import-uri`."""
 
-    @_describe(
+    @_describe_import(
         "models_import_uri",
         "Import a model by its address",
-        {**_COMMAND, **flat_refusals(400, 404, 409, 413, 502)},
-        request=ImportUriSerializer,
-        examples=[request_example({"uri": "hf://Qwen/Qwen2.5-1.5B-Instruct-GGUF"}), _STARTED_EXAMPLE],
+        body=ImportUriSerializer,
+        sent={"uri": "hf://Qwen/Qwen2.5-1.5B-Instruct-GGUF"},
     )
     def post(self, request: Request) -> Response:
         """The same as `/api/models/import`, for every text that is accepted there."""
@@ -299,40 +282,42 @@ def _accepted_body(admission: Admission, message: str) -> Row:
     return STARTED.of(uuid=fields["jobID"], **fields)
 
 
-class InstallModelView(_GalleryView):
+_INSTALLATION = [query_parameter("variant", TEXT | {"maxLength": 300}, "A variant of the entry.")]
+_ESTIMATE = [query_parameter("contexts", TEXT | {"maxLength": 200}, "Numbers with commas.")]
+
+
+class InstallModelView(ModelRoute):
     """`/api/models/install/:id`."""
 
-    @_describe(
+    @describe(
         "models_install",
         "Install a model of a gallery by its id",
-        {**_STARTED, **flat_refusals(400, 404, 409, 502)},
-        request=None,
-        parameters=[
-            query_parameter("variant", {"type": "string", "maxLength": 300}, "A variant of the entry.")
-        ],
+        STARTED,
+        meaning=_ADMITTED,
+        refused=(400, 404, 409, 502),
+        parameters=_INSTALLATION,
     )
     def post(self, request: Request, id: str) -> Response:
         """Fetches its files and defines it. An unknown variant is refused, never replaced by another one."""
-        variant = Parameters(request.query_params, "variant").text("variant", 300)
+        variant = read_query(request, _INSTALLATION)["variant"]
         plan = inspection.plan_entry(galleries.find(reference_of(id)), variant=variant)
         admission = start_import(request, plan)
         return Response(_accepted_body(admission, import_message(admission, plan.name)))
 
 
-class EstimateView(_GalleryView):
+class EstimateView(ModelRoute):
     """`/api/models/estimate/:id`."""
 
-    @_describe(
+    @describe(
         "models_estimate",
         "Estimate the memory of a gallery's model",
-        {200: ESTIMATE.ref, **flat_refusals(400, 404, 502)},
-        parameters=[
-            query_parameter("contexts", {"type": "string", "maxLength": 200}, "Numbers with commas.")
-        ],
+        ESTIMATE,
+        refused=(400, 404, 502),
+        parameters=_ESTIMATE,
     )
     def get(self, request: Request, id: str) -> Response:
         """By the header of its file; the memory is that of a node with a GPU."""
-        contexts = _parse_contexts(Parameters(request.query_params, "contexts").text("contexts", 200))
+        contexts = _parse_contexts(read_query(request, _ESTIMATE)["contexts"])
         size, memory, trained = inspection.estimate_entry(galleries.find(reference_of(id)), contexts)
         return Response(
             ESTIMATE.of(
@@ -360,47 +345,40 @@ def _parse_contexts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
+_SEARCH = text_schema(MAX_SEARCH_LENGTH)
+_LIST = [
+    query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
+    query_parameter("tag", _SEARCH, "Only entries with this tag."),
+    query_parameter("backend", _SEARCH, "Only entries that state this backend."),
+    query_parameter("page", integer_schema(1, FARTHEST), "Which page."),
+    query_parameter("items", integer_schema(1, MAX_ITEMS), "On a page."),
+    query_parameter("sort", enum_schema(SORTS), "The order."),
+    query_parameter("order", enum_schema(DIRECTIONS), "The direction of the order."),
+]
 
 
-class ModelsView(_GalleryView):
+class ModelsView(ModelRoute):
     """`/api/models`."""
 
-    @_describe(
+    @describe(
         "models_gallery_list",
         "List models of the galleries as the reference's pages do",
-        {200: LISTED_MODELS.ref, **flat_refusals(400)},
-        parameters=[
-            query_parameter("term", _TEXT, "Only entries with this in name, description, tags or gallery."),
-            query_parameter("tag", _TEXT, "Only entries with this tag."),
-            query_parameter("backend", _TEXT, "Only entries that state this backend."),
-            query_parameter("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST}, "Which page."),
-            query_parameter("items", {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS}, "On a page."),
-            query_parameter("sort", {"type": "string", "enum": list(SORTS)}, "The order."),
-            query_parameter(
-                "order", {"type": "string", "enum": list(DIRECTIONS)}, "The direction of the order."
-            ),
-        ],
+        LISTED_MODELS,
+        refused=(400,),
+        parameters=_LIST,
     )
     def get(self, request: Request) -> Response:
         """The models of the galleries; `/api/catalogue` also says which of them fit."""
-        parameters = Parameters(
-            request.query_params, "term", "tag", "backend", "page", "items", "sort", "order"
-        )
-        wanted = {
-            name: parameters.text(name, MAX_SEARCH_LENGTH).casefold() for name in ("term", "tag", "backend")
-        }
-        page = parameters.number("page", 1, FARTHEST) or 1
-        items = parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS
-        sort, order = parameters.choice("sort", SORTS), parameters.choice("order", DIRECTIONS)
+        query = read_query(request, _LIST)
+        wanted = {name: query[name].casefold() for name in ("term", "tag", "backend")}
+        page, items, sort = query["page"] or 1, query["items"] or DEFAULT_ITEMS, query["sort"]
         entries, installed = catalogue.readable_offer().builds, catalogue.installed_names()
         jobs = catalogue.active_imports()
         chosen = [entry for entry in entries if _is_wanted(entry, **wanted)]
         if sort:
             chosen.sort(key=lambda entry: entry.name.casefold())
-            chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=order == "desc")
+            chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=query["order"] == "desc")
         busy = {catalogue.entry_id(entry): job for entry in entries if (job := jobs.get(folded(entry.name)))}
-        pages = -(-len(chosen) // items)
         rows = [_listed_row(entry, installed, jobs) for entry in chosen[(page - 1) * items : page * items]]
         return Response(
             LISTED_MODELS.of(
@@ -412,10 +390,7 @@ class ModelsView(_GalleryView):
                 taskTypes=dict.fromkeys(busy, "Installation"),
                 availableModels=len(entries),
                 installedModels=len(installed),
-                currentPage=page,
-                totalPages=pages,
-                prevPage=max(page - 1, 1),
-                nextPage=min(page + 1, max(pages, 1)),
+                **page_fields(len(chosen), page, items),
                 ramTotal=0,
                 ramUsed=0,
                 ramUsagePercent=0,
@@ -446,14 +421,9 @@ def _backend_of(entry: GalleryEntry) -> str:
 
 def _listed_row(entry: GalleryEntry, installed: set[str], jobs: dict[str, str]) -> Row:
     job = jobs.get(folded(entry.name), "")
-    return LISTED_MODEL.of(
+    return LISTED_MODEL.of_object(
+        entry,
         id=catalogue.entry_id(entry),
-        name=entry.name,
-        description=entry.description,
-        icon=entry.icon,
-        license=entry.license,
-        urls=list(entry.urls),
-        tags=list(entry.tags),
         gallery=entry.gallery.name,
         installed=folded(entry.name) in installed,
         processing=bool(job),

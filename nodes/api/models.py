@@ -16,13 +16,11 @@ from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, names
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals, refusals
+from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import (
-    Described,
     Flag,
     NullIsAbsent,
     Text,
@@ -31,19 +29,26 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import NODE_ID, NodeView, job_example, request_example, require_node_id, response_example
+from nodes.api.base import (
+    NODE_ID,
+    ModelRoute,
+    NodeView,
+    job_example,
+    require_node_id,
+    response_example,
+)
 from nodes.backends import node_commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import files, folder
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway
-from nodes.models import BackendNode, NodeModel
+from nodes.models import NodeModel
 from nodes.registry.shape import NODE_STATUS
 from nodes.replicas import unload_requests
 from nodes.replicas.shape import REPLICA_STATE
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
-from operations.api.serializers import job_fields, requester_of
+from operations.api.serializers import DEDUPLICATED, JOB_FIELDS, job_fields, requester_of
 from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -106,18 +111,17 @@ _EXAMPLE = {
 _COLUMNS = ("model_name", "backend_type", "node_id", "node__name", "state", "node__status")
 
 
-class CapabilitiesView(APIView):
+class CapabilitiesView(ModelRoute):
     """`/api/models/capabilities`."""
 
-    envelope = "flat"
     permission_classes = [IsUser]
 
-    @extend_schema(
-        operation_id="models_capabilities",
-        summary="List models",
-        tags=["nodes"],
-        responses={200: MODELS.ref, **flat_refusals()},
-        examples=[response_example({"data": [_EXAMPLE], "definitionErrors": []})],
+    @describe(
+        "models_capabilities",
+        "List models",
+        MODELS,
+        shown={"data": [_EXAMPLE], "definitionErrors": []},
+        tag="nodes",
     )
     def get(self, request: Request) -> Response:
         """Every usable definition and every model of a node; files that cannot be used with their reason.
@@ -176,14 +180,8 @@ _MODEL_NAME = r"^[^\x00-\x1f\x7f]+$"
 MODEL_DONE = Shape(
     "ModelDone",
     "What was done, by which operation; `statusUrl` tells how it went.",
-    [
-        field("message", TEXT),
-        field("jobID", UUID_SCHEMA),
-        field("statusUrl", TEXT),
-        field("deduplicated", FLAG, optional=True),
-    ],
+    [*JOB_FIELDS, DEDUPLICATED],
 )
-_REQUEST_EXAMPLE = request_example({"model_name": "minilm"})
 Messages = tuple[str, str]
 """Messages for an operation that has ended, and for an operation that is running."""
 NODE_UNLOAD_MESSAGES: Messages = "model unloaded from node", "the model is being unloaded from the node"
@@ -192,46 +190,37 @@ UNLOAD_MESSAGES: Messages = "model unloaded", "the model is being unloaded"
 DELETE_MESSAGES: Messages = "model deleted", "the model is being deleted"
 
 
-def _response_examples(ended_message: str, running_message: str) -> list[Any]:
-    return [
-        response_example(job_example(ended_message)),
-        response_example(job_example(running_message), "accepted", "202"),
-    ]
-
-
 def describe_waiting_command(
     operation_id: str,
     summary: str,
     body: type[serializers.Serializer[Any]],
-    example: Any,
     messages: Messages,
+    *,
+    key: str = "model_name",
 ) -> Callable[[View], View]:
-    """Describe a command whose response waits for the operation's end, for the API document."""
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=["nodes"],
-        request=body,
-        responses={
-            200: OpenApiResponse(MODEL_DONE.ref, "It is done."),
-            202: OpenApiResponse(MODEL_DONE.ref, "The operation is recorded and goes on."),
-            **refusals(400, 401, 403, 404, 409, 413, 502),
-        },
-        examples=[example, *_response_examples(*messages)],
+    """Describe a command whose response waits for the operation's end; `key` is the field of the model."""
+    ended_message, running_message = messages
+    return describe(
+        operation_id,
+        summary,
+        MODEL_DONE,
+        meaning="It is done.",
+        others={202: OpenApiResponse(MODEL_DONE.ref, "The operation is recorded and goes on.")},
+        refused=(400, 404, 409, 413, 502),
+        body=body,
+        sent={key: "minilm"},
+        shown=job_example(ended_message),
+        examples=[response_example(job_example(running_message), "accepted", "202")],
+        tag="nodes",
     )
 
 
-class UnloadModelSerializer(Described, NullIsAbsent):
+class UnloadModelSerializer(NullIsAbsent):
     """Which model, how long its running requests may take, and whether the answer waits."""
 
-    model_name = Text(max_length=MAX_MODEL_LENGTH)
+    model_name = Text(max_length=MAX_MODEL_LENGTH, schema={"pattern": _MODEL_NAME, "minLength": 1})
     deadline_seconds = Whole(required=False, min_value=0, max_value=unload_requests.MAX_GRACE)
     wait = Flag(required=False)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["model_name"] |= {"pattern": _MODEL_NAME, "minLength": 1}
-        return schema
 
     def validate_model_name(self, name: str) -> str:
         return check_model_name(name)
@@ -263,33 +252,19 @@ def check_model_name(name: str) -> str:
     return name
 
 
-class _ModelView(NodeView):
-    """Base of the routes that unload or delete a model."""
-
-    def execute(
-        self,
-        request: Request,
-        admit_unload: Callable[..., Admission],
-        shape: type[UnloadModelSerializer],
-        messages: Messages,
-        node_id: str | None = None,
-    ) -> Response:
-        fields = validate_body(shape, request)
-        node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
-        return run_and_respond(request, admit_unload, fields, messages, node)
-
-
 def run_and_respond(
     request: Request,
     admit_unload: Callable[..., Admission],
-    fields: dict[str, Any],
+    shape: type[UnloadModelSerializer],
     messages: Messages,
-    node: BackendNode | None = None,
+    node_id: str | None = None,
 ) -> Response:
     """Create or join the operation, wait for its end, and return the response.
 
     200 if it has ended, 202 if it is still running. Raises CommandFailed with the reasons of a failure.
     """
+    fields = validate_body(shape, request)
+    node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
     unload_request = UnloadRequest(
         fields["model_name"],
         requester_of(request),
@@ -333,14 +308,13 @@ async def _wait_for_end(operation_id: UUID, seconds: float) -> Operation:
             await watch.changed(timeout=min(remaining, POLL_EVERY))
 
 
-class NodeModelUnloadView(_ModelView):
+class NodeModelUnloadView(NodeView):
     """`/api/nodes/:id/models/unload`."""
 
     @describe_waiting_command(
         "nodes_models_unload",
         "Unload a model from a node",
         UnloadReplicaSerializer,
-        _REQUEST_EXAMPLE,
         NODE_UNLOAD_MESSAGES,
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -348,53 +322,50 @@ class NodeModelUnloadView(_ModelView):
 
         Their requests may run on until the deadline; new ones go elsewhere at once. 502 says what failed.
         """
-        return self.execute(
+        return run_and_respond(
             request, unload_requests.unload, UnloadReplicaSerializer, NODE_UNLOAD_MESSAGES, node_id
         )
 
 
-class NodeModelDeleteView(_ModelView):
+class NodeModelDeleteView(NodeView):
     """`/api/nodes/:id/models/delete`."""
 
     @describe_waiting_command(
         "nodes_models_delete",
         "Delete a model's files from a node",
         DeleteModelSerializer,
-        _REQUEST_EXAMPLE,
         NODE_DELETE_MESSAGES,
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Unloads the model from the node and removes its files there; a success where there are none."""
-        return self.execute(
+        return run_and_respond(
             request, unload_requests.delete, DeleteModelSerializer, NODE_DELETE_MESSAGES, node_id
         )
 
 
-class ModelUnloadView(_ModelView):
+class ModelUnloadView(NodeView):
     """`/api/nodes/models/unload`."""
 
     @describe_waiting_command(
         "models_unload",
         "Unload a model from all nodes",
         UnloadModelSerializer,
-        _REQUEST_EXAMPLE,
         UNLOAD_MESSAGES,
     )
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
-        return self.execute(request, unload_requests.unload, UnloadModelSerializer, UNLOAD_MESSAGES)
+        return run_and_respond(request, unload_requests.unload, UnloadModelSerializer, UNLOAD_MESSAGES)
 
 
-class ModelDeleteView(_ModelView):
+class ModelDeleteView(NodeView):
     """`/api/nodes/models/delete`."""
 
     @describe_waiting_command(
         "models_delete",
         "Delete a model's files from all nodes",
         DeleteModelSerializer,
-        _REQUEST_EXAMPLE,
         DELETE_MESSAGES,
     )
     def post(self, request: Request) -> Response:
         """Unloads the model and removes its files from every approved node (R6.13); its definition stays."""
-        return self.execute(request, unload_requests.delete, DeleteModelSerializer, DELETE_MESSAGES)
+        return run_and_respond(request, unload_requests.delete, DeleteModelSerializer, DELETE_MESSAGES)

@@ -4,31 +4,28 @@
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
-from drf_spectacular.utils import OpenApiExample, OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster.kit import clock, errors, names
+from localai_cluster.kit import clock, names
 from localai_cluster.web import rest
-from localai_cluster.web.openapi import View, extend_schema, refusals
+from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
 from nodes.api.base import (
     FINGERPRINT,
     NODE_ID,
     NodeView,
     actor_of,
-    message_example,
-    request_example,
     require_node_id,
     response_example,
 )
 from nodes.api.node_backends import ACCEPTED
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.backends import node_stop
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
@@ -37,12 +34,11 @@ from operations.api.serializers import job_fields, requester_of
 
 MAX_IDS = 500
 _FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
-_NO_NULL = "^[^\\u0000]*$"
 
 _OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
 _NODE_EXAMPLE = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
 _AGENT_EXAMPLE = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
-REASON_EXAMPLE = request_example({"reason": "ticket 4711"})
+REASON_EXAMPLE = {"reason": "ticket 4711"}
 
 
 _STOP_EXAMPLE = {
@@ -59,15 +55,10 @@ class NodeIds(Strict, serializers.UUIDField):
     complaint = "must be a node's id"
 
 
-class ReasonSerializer(Described, NullIsAbsent):
+class ReasonSerializer(NullIsAbsent):
     """Why, for the timeline."""
 
-    reason = Text(required=False, max_length=actions.MAX_REASON_LENGTH)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["reason"]["pattern"] = _NO_NULL
-        return schema
+    reason = Text(required=False, max_length=actions.MAX_REASON_LENGTH, schema={"pattern": "^[^\\u0000]*$"})
 
 
 class Fingerprints(Text):
@@ -86,28 +77,21 @@ class Fingerprints(Text):
 class ApproveSerializer(ReasonSerializer):
     """Why, and whom: with a fingerprint, only the worker that has it is let in."""
 
-    fingerprint = Fingerprints(required=False)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["fingerprint"]["pattern"] = _FINGERPRINT.pattern
-        return super().described(schema)
+    fingerprint = Fingerprints(required=False, schema={"pattern": _FINGERPRINT.pattern})
 
 
 class RejectionSerializer(ReasonSerializer):
     """Why a node is rejected: an operator will ask."""
 
-    reason = Text(max_length=actions.MAX_REASON_LENGTH)
+    reason = Text(
+        max_length=actions.MAX_REASON_LENGTH,
+        schema={"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1},
+    )
 
     def validate_reason(self, reason: str) -> str:
         if not names.to_single_line(reason):
             raise serializers.ValidationError("must not be empty")
         return reason
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["reason"] |= {"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1}
-        return schema
 
 
 class DrainRequestSerializer(ReasonSerializer):
@@ -139,16 +123,16 @@ class ApproveManySerializer(Described, NullIsAbsent):
 class ApproveView(NodeView):
     """`/api/nodes/:id/approve` (R1.15)."""
 
-    @extend_schema(
-        operation_id="nodes_approve",
-        summary=actions.APPROVE.summary,
-        tags=["nodes"],
-        request=ApproveSerializer,
-        responses={200: node_rows.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
+    @describe(
+        "nodes_approve",
+        actions.APPROVE.summary,
+        node_rows.APPROVED,
+        refused=(400, 404, 409, 413),
+        body=ApproveSerializer,
+        sent={"reason": "ticket 4711", "fingerprint": FINGERPRINT},
+        shown=_NODE_EXAMPLE | {"message": actions.APPROVE.message},
         examples=[
-            request_example({"reason": "ticket 4711", "fingerprint": FINGERPRINT}),
-            response_example(_NODE_EXAMPLE | {"message": actions.APPROVE.message}),
-            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE | {"message": actions.APPROVE.message}, "agent"),
+            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE | {"message": actions.APPROVE.message}, "agent")
         ],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -171,24 +155,20 @@ class ApproveView(NodeView):
 class ApproveManyView(NodeView):
     """`/api/nodes/approve`."""
 
-    @extend_schema(
-        operation_id="nodes_approve_many",
-        summary="Approve several nodes",
-        tags=["nodes"],
-        request=ApproveManySerializer,
-        responses={200: node_rows.OUTCOMES.ref, **refusals(400, 401, 403, 413)},
-        examples=[
-            request_example({"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}}),
-            response_example(
-                {
-                    "approved": 1,
-                    "results": [
-                        {"id": NODE_ID, "name": "gpu-a", "status": "healthy"},
-                        {"id": _OTHER_ID, "error": "node not found"},
-                    ],
-                }
-            ),
-        ],
+    @describe(
+        "nodes_approve_many",
+        "Approve several nodes",
+        node_rows.OUTCOMES,
+        refused=(400, 413),
+        body=ApproveManySerializer,
+        sent={"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}},
+        shown={
+            "approved": 1,
+            "results": [
+                {"id": NODE_ID, "name": "gpu-a", "status": "healthy"},
+                {"id": _OTHER_ID, "error": "node not found"},
+            ],
+        },
     )
     def post(self, request: Request) -> Response:
         """Approves each node separately; one refusal does not affect the others.
@@ -204,21 +184,16 @@ class ApproveManyView(NodeView):
 
 
 def describe_action(
-    action: Action,
-    body: type[ReasonSerializer] | None,
-    statuses: Sequence[int],
-    *examples: OpenApiExample,
-    operation_id: str = "",
-    tag: str = "nodes",
+    action: Action, body: type[ReasonSerializer] | None = None, *, operation_id: str = "", **others: Any
 ) -> Callable[[View], View]:
     """Describe an action in the API document."""
-    return extend_schema(
-        operation_id=operation_id or f"nodes_{action.name}",
-        summary=action.summary,
-        tags=[tag],
-        request=body,
-        responses={200: rest.MessageSerializer, **refusals(*statuses)},
-        examples=[*examples, message_example(action.message)],
+    return describe(
+        operation_id or f"nodes_{action.name}",
+        action.summary,
+        rest.MessageSerializer,
+        body=body,
+        shown={"message": action.message},
+        **others,
     )
 
 
@@ -226,15 +201,13 @@ def perform_action(
     request: Request, node_id: str, action: Action, body: type[ReasonSerializer] | None = None
 ) -> Response:
     """Run the action on a node with the options in the body; return its message."""
-    parsed_id = require_node_id(node_id) if body else parse_node_id(node_id)
-    if parsed_id is None:
-        raise errors.NotFound("node not found")
+    parsed_id = require_node_id(node_id) if body else parse_id(node_id)
     options = validate_body(body, request) if body else {}
     bulk.perform(action.name, parsed_id, actor_of(request), clock.now(), options)
     return Response({"message": action.message})
 
 
-_ERROR_STATUSES = (400, 401, 403, 404, 409, 413)
+_ERROR_STATUSES = (400, 404, 409, 413)
 
 
 class RejectView(NodeView):
@@ -243,8 +216,8 @@ class RejectView(NodeView):
     @describe_action(
         actions.REJECT,
         RejectionSerializer,
-        _ERROR_STATUSES,
-        request_example({"reason": "no such machine was announced"}),
+        refused=_ERROR_STATUSES,
+        sent={"reason": "no such machine was announced"},
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Rejects a pending node with a reason. Re-registering does not change that."""
@@ -257,8 +230,8 @@ class DrainView(NodeView):
     @describe_action(
         actions.DRAIN,
         DrainRequestSerializer,
-        (400, 401, 403, 404, 413),
-        request_example({"reason": "new power supply", "deadline_seconds": 600}),
+        refused=(400, 404, 413),
+        sent={"reason": "new power supply", "deadline_seconds": 600},
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Sends no new requests to the node; running ones may finish until the deadline."""
@@ -268,7 +241,7 @@ class DrainView(NodeView):
 class ResumeView(NodeView):
     """`/api/nodes/:id/resume` (R1.18)."""
 
-    @describe_action(actions.RESUME, ReasonSerializer, _ERROR_STATUSES, REASON_EXAMPLE)
+    @describe_action(actions.RESUME, ReasonSerializer, refused=_ERROR_STATUSES, sent=REASON_EXAMPLE)
     def post(self, request: Request, node_id: str) -> Response:
         """Returns the node to service; an offline node after its next heartbeat."""
         return perform_action(request, node_id, actions.RESUME, ReasonSerializer)
@@ -277,9 +250,7 @@ class ResumeView(NodeView):
 class RotateView(NodeView):
     """`/api/nodes/:id/identity/rotate`."""
 
-    @describe_action(
-        actions.ROTATE, None, (401, 403, 404, 409), operation_id="nodes_identity_rotate", tag="identity"
-    )
+    @describe_action(actions.ROTATE, refused=(404, 409), operation_id="nodes_identity_rotate", tag="identity")
     def post(self, request: Request, node_id: str) -> Response:
         """From now on the worker's secret is accepted only for registration and rotation."""
         return perform_action(request, node_id, actions.ROTATE)
@@ -291,8 +262,8 @@ class RevokeView(NodeView):
     @describe_action(
         actions.REVOKE,
         ReasonSerializer,
-        _ERROR_STATUSES,
-        REASON_EXAMPLE,
+        refused=_ERROR_STATUSES,
+        sent=REASON_EXAMPLE,
         operation_id="nodes_identity_revoke",
         tag="identity",
     )
@@ -304,16 +275,16 @@ class RevokeView(NodeView):
 class StopView(NodeView):
     """`/api/nodes/:id/stop` (nats.md §4.11)."""
 
-    @extend_schema(
-        operation_id="nodes_stop",
-        summary=actions.STOP.summary,
-        tags=["nodes"],
-        request=ReasonSerializer,
-        responses={
-            202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and goes on."),
-            **refusals(400, 401, 403, 404, 409, 413),
-        },
-        examples=[REASON_EXAMPLE, response_example(_STOP_EXAMPLE, status="202")],
+    @describe(
+        "nodes_stop",
+        actions.STOP.summary,
+        ACCEPTED,
+        status=202,
+        meaning="The operation is recorded and goes on.",
+        refused=(400, 404, 409, 413),
+        body=ReasonSerializer,
+        sent=REASON_EXAMPLE,
+        shown=_STOP_EXAMPLE,
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Tells the worker to drain itself, to leave and to end. A repeated request joins the operation.

@@ -7,41 +7,38 @@ routes.
 
 import logging
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors, names
-from localai_cluster.web.openapi import View, extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import (
     Described,
     NullIsAbsent,
     Text,
     validate_body,
 )
-from localai_cluster.web.shapes import BYTES, FLAG, TEXT, UUID, Shape, column, field
+from localai_cluster.web.shapes import BYTES, FLAG, TEXT, Shape, column
 from localai_cluster.web.wire import parse_json
 from nodes.api.base import (
     NodeView,
     job_example,
-    request_example,
     require_node_id,
-    response_example,
     response_header,
 )
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.backends import inventory, node_commands
 from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
-from operations.api.serializers import CommandTexts, job_fields, requester_of
+from operations.api.serializers import DEDUPLICATED, JOB_FIELDS, CommandTexts, job_fields, requester_of
 from operations.ledger.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -49,23 +46,22 @@ log = logging.getLogger(__name__)
 BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-def _text_field(length: int) -> Text:
-    return Text(required=False, max_length=length)
+_OPTIONAL_NAME = {"pattern": f"^({BACKEND_NAME})?$"}
+REQUIRED_NAME = {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
+"""Schema of a field that must have the name of a backend."""
 
 
 class InstallSerializer(Described, NullIsAbsent):
     """A backend to install on a node (§2.10)."""
 
-    backend = _text_field(255)
-    uri = _text_field(1024)
-    name = _text_field(255)
-    alias = _text_field(255)
-    backend_galleries = _text_field(64 * 1024)
+    backend = Text(required=False, max_length=255, schema=_OPTIONAL_NAME)
+    uri = Text(required=False, max_length=1024)
+    name = Text(required=False, max_length=255, schema=_OPTIONAL_NAME)
+    alias = Text(required=False, max_length=255, schema=_OPTIONAL_NAME)
+    backend_galleries = Text(required=False, max_length=64 * 1024)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        for name in ("backend", "name", "alias"):
-            schema["properties"][name]["pattern"] = f"^({BACKEND_NAME})?$"
         return schema | {"anyOf": [{"required": [name]} for name in ("backend", "name", "uri")]}
 
     def validate_backend(self, value: str | None) -> str | None:
@@ -117,15 +113,10 @@ def check_backend_name(value: str | None) -> str | None:
     return value
 
 
-class BackendSerializer(Described, serializers.Serializer[Any]):
+class BackendSerializer(serializers.Serializer[Any]):
     """An installed backend (§2.10)."""
 
-    backend = Text(max_length=255)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        schema["properties"]["backend"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
-        return schema
+    backend = Text(max_length=255, schema=REQUIRED_NAME)
 
     def validate_backend(self, value: str) -> str:
         """Return the name as the worker lists it, without the gallery."""
@@ -165,12 +156,7 @@ def backend_name_in(text: str) -> str:
 ACCEPTED = Shape(
     "Accepted",
     "An operation was admitted; `statusUrl` tells how it goes.",
-    [
-        field("jobID", UUID),
-        field("statusUrl", TEXT),
-        field("message", TEXT),
-        field("deduplicated", FLAG, optional=True),
-    ],
+    [*JOB_FIELDS, DEDUPLICATED],
 )
 COMMAND_TEXTS = {
     INSTALL: CommandTexts("backend installation started", "already being installed"),
@@ -180,26 +166,20 @@ COMMAND_TEXTS = {
 """Messages by kind of operation."""
 
 
-_RESPONSES = {
-    202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
-    **refusals(400, 401, 403, 404, 409, 413),
-}
-
-
-def _describe_command(
-    name: str, summary: str, body: type[Described], backend: str, texts: CommandTexts
-) -> Callable[[View], View]:
-    return extend_schema(
-        operation_id=f"nodes_backends_{name}",
-        summary=summary,
-        tags=["backends"],
-        request=body,
-        responses=_RESPONSES,
-        examples=[
-            request_example({"backend": backend}),
-            response_example(job_example(texts.started), status="202"),
-        ],
-    )
+describe_accepted = partial(
+    describe,
+    answer=ACCEPTED,
+    status=202,
+    meaning="The operation is recorded and will be carried out.",
+)
+"""Describes a command that creates an operation."""
+_describe_command = partial(
+    describe_accepted,
+    refused=(400, 404, 409, 413),
+    body=BackendSerializer,
+    sent={"backend": "minilm"},
+    tag="backends",
+)
 
 
 def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
@@ -222,7 +202,11 @@ class InstallView(NodeView):
     """`/api/nodes/:id/backends/install`."""
 
     @_describe_command(
-        "install", "Install a backend on a node", InstallSerializer, "local@minilm", COMMAND_TEXTS[INSTALL]
+        "nodes_backends_install",
+        "Install a backend on a node",
+        body=InstallSerializer,
+        sent={"backend": "local@minilm"},
+        shown=job_example("backend installation started"),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
@@ -234,7 +218,7 @@ class UpgradeView(NodeView):
     """`/api/nodes/:id/backends/upgrade`."""
 
     @_describe_command(
-        "upgrade", "Upgrade a backend on a node", BackendSerializer, "minilm", COMMAND_TEXTS[UPGRADE]
+        "nodes_backends_upgrade", "Upgrade a backend on a node", shown=job_example("backend upgrade started")
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the backend's engines on the node and installs it again from the galleries (A39).
@@ -248,7 +232,7 @@ class DeleteView(NodeView):
     """`/api/nodes/:id/backends/delete`."""
 
     @_describe_command(
-        "delete", "Delete a backend from a node", BackendSerializer, "minilm", COMMAND_TEXTS[DELETE]
+        "nodes_backends_delete", "Delete a backend from a node", shown=job_example("backend deletion started")
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the backend's engines on the node and removes its files (O38).
@@ -280,36 +264,34 @@ _HEADERS = [
     response_header("X-As-Of", OpenApiTypes.DATETIME, "When the worker listed this; absent if it never did."),
     response_header("X-Inventory-Error", OpenApiTypes.STR, "Why there is no newer list."),
 ]
-_EXAMPLE = response_example(
-    [
-        {
-            "name": "minilm",
-            "is_system": False,
-            "is_meta": False,
-            "installed_at": "2026-08-20T09:12:44Z",
-            "gallery_url": "file:///srv/gallery/index.yaml",
-            "version": "1.0.0",
-            "uri": "/srv/gallery/minilm",
-        }
-    ]
-)
+_EXAMPLE = [
+    {
+        "name": "minilm",
+        "is_system": False,
+        "is_meta": False,
+        "installed_at": "2026-08-20T09:12:44Z",
+        "gallery_url": "file:///srv/gallery/index.yaml",
+        "version": "1.0.0",
+        "uri": "/srv/gallery/minilm",
+    }
+]
 
 
 class NodeBackendsView(NodeView):
     """`/api/nodes/:id/backends`."""
 
-    @extend_schema(
-        operation_id="nodes_backends",
-        summary="List a node's backends",
-        tags=["backends"],
+    @describe(
+        "nodes_backends",
+        "List a node's backends",
+        NODE_BACKEND.many,
+        refused=(404,),
         parameters=_HEADERS,
-        responses={200: NODE_BACKEND.many, **refusals(401, 403, 404)},
-        examples=[_EXAMPLE],
+        shown=_EXAMPLE,
+        tag="backends",
     )
     def get(self, request: Request, node_id: str) -> Response:
         """What the node's worker listed last; `X-As-Of` says when. An old list is requested again."""
-        parsed_id = parse_node_id(node_id)
-        node = BackendNode.objects.filter(pk=parsed_id).first() if parsed_id else None
+        node = BackendNode.objects.filter(pk=parse_id(node_id)).first()
         if node is None:
             raise errors.NotFound("node not found")
         if node.node_type == NodeType.AGENT:

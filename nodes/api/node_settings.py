@@ -9,7 +9,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import errors, names
-from localai_cluster.web.openapi import View, extend_schema, refusals
+from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
 from localai_cluster.web.wire import MALFORMED
@@ -18,9 +18,7 @@ from nodes.api.base import (
     NodeView,
     Schema,
     edit_arguments,
-    request_example,
     require_node_id,
-    response_example,
 )
 from nodes.models import NodeLabel, scheduling
 from nodes.registry import overrides
@@ -47,22 +45,12 @@ QUOTA = Shape("DiskQuota", "The quota as sent.", [field("disk_quota", TEXT)])
 RESET = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
 
 
-def _describe_edit(
-    operation_id: str, summary: str, body: Any, answer: dict[Any, Any], sent: Any, shown: Any
-) -> Callable[[View], View]:
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=["nodes"],
-        parameters=[REVISION],
-        request=body,
-        responses=answer | refusals(400, 401, 403, 404, 409, 413),
-        examples=[request_example(sent), response_example(shown)],
-    )
-
-
+_describe_edit = partial(describe, refused=(400, 404, 409, 413), parameters=[REVISION])
 _describe_labels = partial(
-    _describe_edit, body={"application/json": LABELS}, answer=_LABELS, sent={"tier": "fast"}, shown=_EXAMPLE
+    _describe_edit, body={"application/json": LABELS}, others=_LABELS, sent={"tier": "fast"}, shown=_EXAMPLE
+)
+_describe_reset = partial(
+    describe, answer=RESET, refused=(400, 404, 409), parameters=[REVISION], shown={"reset": True}
 )
 
 
@@ -71,30 +59,13 @@ def _describe_value(
 ) -> Callable[[View], View]:
     """Describe a route that sets one value, for the API document."""
     (key,) = answer.fields
-    return _describe_edit(name, summary, body, {200: answer.ref}, {"value": value}, {key: value})
-
-
-def _describe_reset(operation_id: str, summary: str) -> Callable[[View], View]:
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=["nodes"],
-        parameters=[REVISION],
-        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
-        examples=[response_example({"reset": True})],
-    )
+    return _describe_edit(name, summary, answer, body=body, sent={"value": value}, shown={key: value})
 
 
 class LabelsView(NodeView):
     """`/api/nodes/:id/labels`."""
 
-    @extend_schema(
-        operation_id="nodes_labels",
-        summary="List a node's labels",
-        tags=["nodes"],
-        responses={**_LABELS, **refusals(401, 403, 404)},
-        examples=[response_example(_EXAMPLE)],
-    )
+    @describe("nodes_labels", "List a node's labels", others=_LABELS, refused=(404,), shown=_EXAMPLE)
     def get(self, request: Request, node_id: str) -> Response:
         """Key to value."""
         rows = NodeLabel.objects.filter(node=require_node_id(node_id)).order_by("key")
@@ -128,12 +99,12 @@ def parse_labels(request: Request) -> dict[str, str]:
 class LabelView(NodeView):
     """`/api/nodes/:id/labels/:key`; a key may contain slashes."""
 
-    @extend_schema(
-        operation_id="nodes_labels_remove",
-        summary="Remove a label",
-        tags=["nodes"],
+    @describe(
+        "nodes_labels_remove",
+        "Remove a label",
+        status=204,
+        refused=(400, 404, 409),
         parameters=[LABEL_KEY, REVISION],
-        responses={204: None, **refusals(400, 401, 403, 404, 409)},
     )
     def delete(self, request: Request, node_id: str, key: str) -> Response:
         """Succeeds also if the node does not have the label."""

@@ -4,6 +4,7 @@ Rules: `contract/http-api.md` §2.1, §2.3, §2.4. In a conflict another machine
 administrator accepts or refuses the claim.
 """
 
+from functools import partial
 from uuid import UUID
 
 from django.db.models import QuerySet
@@ -11,25 +12,25 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import Row, Shape, field
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
     NODE_ID,
+    PAGE,
     NodeView,
     Schema,
     actor_of,
-    describe_list,
     enum_schema,
     integer_schema,
     query_parameter,
+    read_query,
     require_node_id,
-    response_example,
     text_schema,
 )
 from nodes.api.node_actions import describe_action, perform_action
-from nodes.api.worker_routes import parse_node_id
+from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
 from nodes.registry import actions, claims, listing, node_rows
 from nodes.registry.heartbeats import LARGEST
@@ -147,13 +148,13 @@ _DETAIL_EXAMPLE = {
 class NodesView(NodeView):
     """`/api/nodes` (R1.61)."""
 
-    @describe_list(
+    @describe(
         "nodes_list",
         "List nodes",
-        tag="nodes",
-        rows=NODE.many,
-        example=response_example([_NODE_EXAMPLE]),
-        filters=_FILTERS,
+        NODE.many,
+        refused=(400,),
+        parameters=[*_FILTERS, *PAGE],
+        shown=[_NODE_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """All nodes by name, or those that match the parameters."""
@@ -167,58 +168,43 @@ class NodesView(NodeView):
 class NodeDetailView(NodeView):
     """`/api/nodes/:id`."""
 
-    @extend_schema(
-        operation_id="nodes_read",
-        summary="Show a node",
-        tags=["nodes"],
-        responses={200: NODE_DETAIL.ref, **refusals(401, 403, 404)},
-        examples=[response_example(_NODE_EXAMPLE | _DETAIL_EXAMPLE)],
-    )
+    @describe("nodes_read", "Show a node", NODE_DETAIL, refused=(404,), shown=_NODE_EXAMPLE | _DETAIL_EXAMPLE)
     def get(self, request: Request, node_id: str) -> Response:
         """A node as in the list, with the facts behind its status."""
-        parsed_id = parse_node_id(node_id)
-        node = None if parsed_id is None else node_rows.detail_row(parsed_id)
+        node = node_rows.detail_row(parse_id(node_id))
         if node is None:
             raise errors.NotFound("node not found")
         return Response(node)
 
-    @describe_action(actions.REMOVE, None, (401, 403, 404), operation_id="nodes_delete")
+    @describe_action(actions.REMOVE, refused=(404,), operation_id="nodes_delete")
     def delete(self, request: Request, node_id: str) -> Response:
         """Removes the record with its replicas, labels and conflicts; the timeline stays (R1.21)."""
         return perform_action(request, node_id, actions.REMOVE)
 
 
-_REPLICAS_EXAMPLE = response_example(
-    [
-        {
-            "id": "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa",
-            "node_id": NODE_ID,
-            "model_name": "minilm",
-            "replica_index": 0,
-            "address": "10.1.0.4:50052",
-            "state": "loaded",
-            "in_flight": 2,
-            "last_used": MOMENT,
-            "backend_type": "minilm",
-            "config_revision": "3b1f6a6f6c0b",
-            "effective_options_hash": "a94a8fe5ccb1",
-            "created_at": MOMENT,
-            "updated_at": MOMENT,
-        }
-    ]
-)
+_REPLICAS_EXAMPLE = [
+    {
+        "id": "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa",
+        "node_id": NODE_ID,
+        "model_name": "minilm",
+        "replica_index": 0,
+        "address": "10.1.0.4:50052",
+        "state": "loaded",
+        "in_flight": 2,
+        "last_used": MOMENT,
+        "backend_type": "minilm",
+        "config_revision": "3b1f6a6f6c0b",
+        "effective_options_hash": "a94a8fe5ccb1",
+        "created_at": MOMENT,
+        "updated_at": MOMENT,
+    }
+]
 
 
 class NodeReplicasView(NodeView):
     """`/api/nodes/:id/models`."""
 
-    @extend_schema(
-        operation_id="nodes_models",
-        summary="List a node's replicas",
-        tags=["nodes"],
-        responses={200: REPLICA.many, **refusals(401, 403, 404)},
-        examples=[_REPLICAS_EXAMPLE],
-    )
+    @describe("nodes_models", "List a node's replicas", REPLICA.many, refused=(404,), shown=_REPLICAS_EXAMPLE)
     def get(self, request: Request, node_id: str) -> Response:
         """The node's replicas in every state."""
         return Response(replica_rows(require_node_id(node_id)))
@@ -227,13 +213,7 @@ class NodeReplicasView(NodeView):
 class ReplicasView(NodeView):
     """`/api/nodes/models` (R1.61)."""
 
-    @extend_schema(
-        operation_id="models_list",
-        summary="List loaded replicas",
-        tags=["nodes"],
-        responses={200: REPLICA.many, **refusals(401, 403)},
-        examples=[_REPLICAS_EXAMPLE],
-    )
+    @describe("models_list", "List loaded replicas", REPLICA.many, shown=_REPLICAS_EXAMPLE)
     def get(self, request: Request) -> Response:
         """Loaded replicas on healthy nodes."""
         return Response(
@@ -268,44 +248,43 @@ _EXAMPLE = {
 }
 
 
+_EVENT_PAGE = [
+    query_parameter("limit", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."),
+    query_parameter(
+        "cursor", integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
+    ),
+    query_parameter("kind", enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
+]
+
+
 class EventsView(NodeView):
     """`/api/nodes/:id/events`."""
 
-    @extend_schema(
-        operation_id="nodes_events",
-        summary="Show a node's timeline",
-        tags=["nodes"],
-        parameters=[
-            query_parameter(
-                "limit", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."
-            ),
-            query_parameter(
-                "cursor", integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
-            ),
-            query_parameter("kind", enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
-        ],
-        responses={200: EVENTS.ref, **refusals(400, 401, 403, 404)},
-        examples=[response_example({"events": [_EXAMPLE], "next_cursor": 4711})],
+    @describe(
+        "nodes_events",
+        "Show a node's timeline",
+        EVENTS,
+        refused=(400, 404),
+        parameters=_EVENT_PAGE,
+        shown={"events": [_EXAMPLE], "next_cursor": 4711},
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Events of a node, also of a removed one, within the retention period."""
         node = _known_node_id(node_id)
-        parameters = listing.Parameters(request.query_params, "limit", "cursor", "kind")
-        limit = parameters.number("limit", 1, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
+        query = read_query(request, _EVENT_PAGE)
+        limit = query["limit"]
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
-        if kind := parameters.choice("kind", NodeEvent.Kind.values):
-            rows = rows.filter(kind=kind)
-        if cursor := parameters.number("cursor", 1, LARGEST):
-            rows = rows.filter(id__lt=cursor)
+        if query["kind"]:
+            rows = rows.filter(kind=query["kind"])
+        if query["cursor"]:
+            rows = rows.filter(id__lt=query["cursor"])
         return Response(_events_page(EVENT.rows(rows[: limit + 1]), limit))
 
 
 def _known_node_id(id_text: str) -> UUID:
     """Return the id if a node or at least one event has it. Raise NotFound."""
-    node = parse_node_id(id_text)
-    if node is None or not (
-        BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()
-    ):
+    node = parse_id(id_text)
+    if not (BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()):
         raise errors.NotFound("node not found")
     return node
 
@@ -317,36 +296,31 @@ def _events_page(rows: list[Row], limit: int) -> Row:
 
 
 _CONFLICTS_A_PAGE = 100
-_CONFLICT_EXAMPLE = response_example(
-    [
-        {
-            "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
-            "node_id": NODE_ID,
-            "node_name": "gpu-a",
-            "kind": "secret",
-            "state": "open",
-            "fingerprint": FINGERPRINT,
-            "source_address": "10.1.0.9",
-            "advertised_address": "10.1.0.9:50051",
-            "node_source_address": "10.1.0.4",
-            "count": 3,
-            "first_at": MOMENT,
-            "last_at": MOMENT,
-        }
-    ]
+_CONFLICT_EXAMPLE = [
+    {
+        "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
+        "node_id": NODE_ID,
+        "node_name": "gpu-a",
+        "kind": "secret",
+        "state": "open",
+        "fingerprint": FINGERPRINT,
+        "source_address": "10.1.0.9",
+        "advertised_address": "10.1.0.9:50051",
+        "node_source_address": "10.1.0.4",
+        "count": 3,
+        "first_at": MOMENT,
+        "last_at": MOMENT,
+    }
+]
+_describe_conflicts = partial(
+    describe, answer=CONFLICT.many, parameters=PAGE, shown=_CONFLICT_EXAMPLE, tag="identity"
 )
 
 
 class ConflictsView(NodeView):
     """`/api/nodes/conflicts`."""
 
-    @describe_list(
-        "conflicts_list",
-        "List open identity conflicts",
-        tag="identity",
-        rows=CONFLICT.many,
-        example=_CONFLICT_EXAMPLE,
-    )
+    @_describe_conflicts("conflicts_list", "List open identity conflicts", refused=(400,))
     def get(self, request: Request) -> Response:
         """Identity conflicts of all nodes that await a decision, latest first."""
         return conflicts_page(request, NodeConflict.objects.filter(state="open"))
@@ -355,14 +329,7 @@ class ConflictsView(NodeView):
 class NodeConflictsView(NodeView):
     """`/api/nodes/:id/conflicts`."""
 
-    @describe_list(
-        "nodes_conflicts",
-        "List a node's identity conflicts",
-        tag="identity",
-        rows=CONFLICT.many,
-        example=_CONFLICT_EXAMPLE,
-        refused=(400, 401, 403, 404),
-    )
+    @_describe_conflicts("nodes_conflicts", "List a node's identity conflicts", refused=(400, 404))
     def get(self, request: Request, node_id: str) -> Response:
         """Claims to this node's identity, open and resolved, latest first."""
         return conflicts_page(request, NodeConflict.objects.filter(node=require_node_id(node_id)))
@@ -377,9 +344,7 @@ def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Respo
 class AcceptView(NodeView):
     """`/api/nodes/:id/conflicts/:cid/accept`."""
 
-    @describe_action(
-        actions.ACCEPT, None, (401, 403, 404, 409), operation_id="conflicts_accept", tag="identity"
-    )
+    @describe_action(actions.ACCEPT, refused=(404, 409), operation_id="conflicts_accept", tag="identity")
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The claimant becomes the node; the node's previous secret is permanently rejected."""
         node, conflict = _parse_ids(node_id, conflict_id)
@@ -390,9 +355,7 @@ class AcceptView(NodeView):
 class RefuseView(NodeView):
     """`/api/nodes/:id/conflicts/:cid/refuse`."""
 
-    @describe_action(
-        actions.REFUSE, None, (401, 403, 404, 409), operation_id="conflicts_refuse", tag="identity"
-    )
+    @describe_action(actions.REFUSE, refused=(404, 409), operation_id="conflicts_refuse", tag="identity")
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The node keeps its identity; the claimant stays refused."""
         node, conflict = _parse_ids(node_id, conflict_id)
@@ -401,7 +364,4 @@ class RefuseView(NodeView):
 
 
 def _parse_ids(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
-    node, conflict = require_node_id(node_id), parse_node_id(conflict_id)
-    if conflict is None:
-        raise errors.NotFound("conflict not found")
-    return node, conflict
+    return require_node_id(node_id), parse_id(conflict_id, "conflict")

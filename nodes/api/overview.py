@@ -16,7 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, conf
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import (
     BYTES,
     FLAG,
@@ -33,7 +33,7 @@ from localai_cluster.web.shapes import (
 )
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api import figures
-from nodes.api.base import JOB_ID, MOMENT, NODE_ID, NodeView, enum_schema, response_example
+from nodes.api.base import JOB_ID, MOMENT, NODE_ID, NodeView, enum_schema
 from nodes.definitions import folder
 from nodes.figures import series, store
 from nodes.figures.series import DAY
@@ -181,13 +181,7 @@ _EXAMPLE = {
 class OverviewView(NodeView):
     """`/api/overview`."""
 
-    @extend_schema(
-        operation_id="overview_read",
-        summary="Show the cluster at a glance",
-        tags=["nodes"],
-        responses={200: OVERVIEW.ref, **refusals(401, 403)},
-        examples=[response_example(_EXAMPLE)],
-    )
+    @describe("overview_read", "Show the cluster at a glance", OVERVIEW, shown=_EXAMPLE)
     def get(self, request: Request) -> Response:
         """Nodes, requests, what needs attention, what runs, and the first steps of a new cluster."""
         now = clock.now()
@@ -237,10 +231,9 @@ class _NodeColumns:
         """Return the node as the overview shows it."""
         limit = min(self.vram_budget_bytes or self.total_vram, self.total_vram)
         busy = [gpu["utilization"] for gpu in self.gpus if gpu.get("utilization") is not None]
-        return STRIP_NODE.of(
+        return STRIP_NODE.of_object(
+            self,
             id=str(self.id),
-            name=self.name,
-            status=self.status,
             gpus=len(self.gpus),
             busy=round(sum(busy) / len(busy), 1) if busy else None,
             vram_used=max(limit - self.available_vram, 0),

@@ -4,19 +4,17 @@ from base64 import b64decode
 from datetime import datetime
 from typing import Any
 
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
-from nodes.api.base import JOB_ID, MOMENT, NODE_ID, NodeView, request_example, response_example
+from nodes.api.base import JOB_ID, MODEL_PATH, MOMENT, NODE_ID, request_example, response_example
 from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, check_model_name
-from nodes.api.scheduling import SchedulingRuleRequestSerializer
+from nodes.api.scheduling import SchedulingRoute, SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
 from nodes.definitions.headers import UnreadableHeader, parse_config, parse_header
 from nodes.definitions.sizes import ModelFiles
@@ -36,9 +34,6 @@ PLAN_PATH = "/api/placement/plan"
 """Path of the route that accepts a file header."""
 MAX_BODY_BYTES = _MAX_BASE64 + 1024 * 1024
 """Maximum bytes of the body of that route."""
-_MODEL = OpenApiParameter(
-    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
-)
 _REPLICA = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
 _SENTENCE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
 _TERMS = {
@@ -170,16 +165,16 @@ _EXPLAINED = {
 }
 
 
-class ExplainView(NodeView):
+class ExplainView(SchedulingRoute):
     """`/api/models/:model/explain`."""
 
-    @extend_schema(
-        operation_id="models_explain",
-        summary="Explain where a model runs",
-        tags=["scheduling"],
-        parameters=[_MODEL],
-        responses={200: EXPLAINED.ref, **refusals(401, 403, 404, 503)},
-        examples=[response_example(_EXPLAINED)],
+    @describe(
+        "models_explain",
+        "Explain where a model runs",
+        EXPLAINED,
+        refused=(404, 503),
+        parameters=[MODEL_PATH],
+        shown=_EXPLAINED,
     )
     def get(self, request: Request, model: str) -> Response:
         """Its replicas, the latest decisions with their reasons, and what the next request would find.
@@ -295,28 +290,26 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
         return attrs
 
 
-class PlanView(NodeView):
+class PlanView(SchedulingRoute):
     """`/api/placement/plan`."""
 
     most_body_bytes = MAX_BODY_BYTES
 
-    @extend_schema(
-        operation_id="placement_plan",
-        summary="Plan where replicas would go, or what a rule would do",
-        tags=["scheduling"],
-        request=PlacementPlanRequestSerializer,
-        responses={200: {"oneOf": [PLAN.ref, RULE_PLAN.ref]}, **refusals(400, 401, 403, 413, 503)},
+    @describe(
+        "placement_plan",
+        "Plan where replicas would go, or what a rule would do",
+        {"oneOf": [PLAN.ref, RULE_PLAN.ref]},
+        refused=(400, 413, 503),
+        body=PlacementPlanRequestSerializer,
+        sent={"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]},
+        shown={
+            "model": "minilm",
+            "wanted": 2,
+            "placed": 1,
+            "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
+            "memory": _MEMORY,
+        },
         examples=[
-            request_example({"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]}),
-            response_example(
-                {
-                    "model": "minilm",
-                    "wanted": 2,
-                    "placed": 1,
-                    "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
-                    "memory": _MEMORY,
-                }
-            ),
             request_example({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
             response_example(_RULE_PLAN, name="What the rule would do"),
         ],
@@ -376,16 +369,16 @@ _FIT = {
 }
 
 
-class FitView(NodeView):
+class FitView(SchedulingRoute):
     """`/api/placement/fit/:model`."""
 
-    @extend_schema(
-        operation_id="placement_fit",
-        summary="Show where a model fits",
-        tags=["scheduling"],
-        parameters=[_MODEL],
-        responses={200: reason_shapes.FIT.ref, **refusals(401, 403, 404, 503)},
-        examples=[response_example(_FIT)],
+    @describe(
+        "placement_fit",
+        "Show where a model fits",
+        reason_shapes.FIT,
+        refused=(404, 503),
+        parameters=[MODEL_PATH],
+        shown=_FIT,
     )
     def get(self, request: Request, model: str) -> Response:
         """Every node with the reason why it cannot take one more replica, and what placement would choose.
@@ -418,19 +411,17 @@ _FIT_SUMMARY = {
 }
 
 
-class FitsView(NodeView):
+class FitsView(SchedulingRoute):
     """`/api/placement/fit`."""
 
-    @extend_schema(
-        operation_id="placement_fits",
-        summary="Show where many models fit",
-        tags=["scheduling"],
-        request=FitRequestSerializer,
-        responses={200: reason_shapes.FIT_SUMMARIES.ref, **refusals(400, 401, 403, 503)},
-        examples=[
-            request_example({"models": ["minilm"]}),
-            response_example({"models": [_FIT_SUMMARY]}),
-        ],
+    @describe(
+        "placement_fits",
+        "Show where many models fit",
+        reason_shapes.FIT_SUMMARIES,
+        refused=(400, 503),
+        body=FitRequestSerializer,
+        sent={"models": ["minilm"]},
+        shown={"models": [_FIT_SUMMARY]},
     )
     def post(self, request: Request) -> Response:
         """How many nodes could take one more replica of each model, for a page of a list; changes nothing."""

@@ -18,10 +18,8 @@ from channels.db import database_sync_to_async
 from django.conf import settings
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import (
-    OpenApiExample,
     OpenApiResponse,
     extend_schema_field,
-    extend_schema_serializer,
 )
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -33,23 +31,11 @@ from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.kit.addresses import EXPECTED_FORM
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
-from nodes.api.base import response_example
-from nodes.api.worker_routes import (
-    INSTANCE,
-    NO_CREDENTIAL,
-    SECRET,
-    WORKER_REFUSAL,
-    RegistrationAuthentication,
-    Scope,
-    client_of,
-    headers_of,
-    method_not_allowed,
-    refusal_for_caller,
-    send_json,
-)
+from nodes.api import worker_routes
+from nodes.api.base import request_example, response_example
 from nodes.models import NodeType
 from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
@@ -133,13 +119,6 @@ _RUNNING = {
 _AGENT = {"name": "agent-1", "node_type": "agent", "token": "tok"}
 
 
-@extend_schema_serializer(
-    examples=[
-        OpenApiExample("A worker without a GPU", REGISTRATION, request_only=True),
-        OpenApiExample("Our worker, with what it runs", REGISTRATION | _RUNNING, request_only=True),
-        OpenApiExample("An agent", _AGENT, request_only=True),
-    ]
-)
 class RegistrationSerializer(Described, NullIsAbsent):
     """A worker's description of itself; sizes in bytes."""
 
@@ -260,7 +239,9 @@ REGISTERED = Shape(
         field("nats_url", TEXT, optional=True),
     ],
 )
-REGISTRATION_REFUSAL = Named("RegistrationRefusal", {"oneOf": [WORKER_REFUSAL.ref, reference("Refusal")]})
+REGISTRATION_REFUSAL = Named(
+    "RegistrationRefusal", {"oneOf": [worker_routes.WORKER_REFUSAL.ref, reference("Refusal")]}
+)
 
 
 _Waiting = tuple[Claim, "asyncio.Future[registration.RegistrationOutcome | None]"]
@@ -353,7 +334,7 @@ class RegistrationApplication:
     def __init__(self) -> None:
         self._registrar = Registrar()
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:
             status, body, headers = 201, await self._register(scope, receive), {}
         except wire.Disconnected:
@@ -365,13 +346,13 @@ class RegistrationApplication:
             status, body, headers = refusal.status, body_of(refusal, self), refusal_headers(refusal)
             if status == 405:
                 headers = {"Allow": "POST"}
-        await send_json(send, status, body, _PRIVATE_HEADERS | headers)
+        await worker_routes.send_json(send, status, body, _PRIVATE_HEADERS | headers)
 
-    async def _register(self, scope: Scope, receive: Any) -> dict[str, Any]:
-        headers, address = headers_of(scope), client_of(scope)
+    async def _register(self, scope: worker_routes.Scope, receive: Any) -> dict[str, Any]:
+        headers, address = worker_routes.headers_of(scope), worker_routes.client_of(scope)
         offered, ticket = await _authenticate(scope, headers, address)
         if scope["method"] != "POST":
-            raise method_not_allowed(scope["method"])
+            raise worker_routes.method_not_allowed(scope["method"])
         fields = await _read_fields(headers, receive)
         await _check_token(fields.pop("token", ""), offered, address)
         registered = await self._registrar.register(
@@ -384,13 +365,8 @@ class RegistrationApplication:
             )
         )
         node, credentials = registered.node, registered.credentials
-        return REGISTERED.of(
-            id=node.id,
-            name=node.name,
-            node_type=node.node_type,
-            status=node.status,
-            created_at=node.created_at,
-            fingerprint=node.fingerprint,
+        return REGISTERED.of_object(
+            node,
             api_token=registered.api_token,
             nats_jwt=credentials.jwt if credentials else "",
             nats_user_seed=credentials.seed if credentials else "",
@@ -407,13 +383,13 @@ def _server_host(headers: dict[bytes, str]) -> str:
 
 
 async def _authenticate(
-    scope: Scope, headers: dict[bytes, str], address: str
+    scope: worker_routes.Scope, headers: dict[bytes, str], address: str
 ) -> tuple[str, joining.JoinTicket | None]:
     """Return the header's token, and its ticket if it is a join token. Raise the errors for 401 and 429."""
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
         if not offered:
-            raise errors.NotAuthenticated(NO_CREDENTIAL)
+            raise errors.NotAuthenticated(worker_routes.NO_CREDENTIAL)
         await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
         if principals.is_registration_token(offered):
             return offered, None
@@ -425,7 +401,7 @@ async def _authenticate(
             raise identity.WrongCredential("invalid registration token")
         return offered, await _in_thread(lambda: joining.recognise(offered, fingerprint, clock.now()))
     except errors.NotAuthenticated as refusal:
-        raise await refusal_for_caller(refusal, scope) from refusal
+        raise await worker_routes.refusal_for_caller(refusal, scope) from refusal
 
 
 async def _read_fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
@@ -445,54 +421,53 @@ async def _check_token(token: str, offered: str, address: str) -> None:
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
 
-def _registration_responses() -> dict[int, Any]:
-    node = {
-        "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
-        "name": "w1",
-        "node_type": "backend",
-        "status": "pending",
-        "created_at": "2026-11-21T00:09:05.820188Z",
-    }
-    agent = {"name": "agent-1", "node_type": "agent", "status": "healthy", "api_token": "lai-" + "0f" * 32}
-    nested = {"error": {"code": 401, "message": "registration token required", "type": "node_error"}}
-    return {
-        201: OpenApiResponse(
-            REGISTERED.ref,
-            "Registered; `pending` until an admin approves it.",
-            [
-                response_example(node, status="201"),
-                response_example(node | agent, "approved agent", "201"),
-            ],
-        ),
-        **refusals(400, 403, 409, 413, 429),
-        401: OpenApiResponse(
-            REGISTRATION_REFUSAL.ref,
-            "A missing or wrong token, or a join token that is revoked, expired or used up: flat for the "
-            "header's, nested for the body's.",
-            [response_example(nested, status="401")],
-        ),
-    }
+_NODE_EXAMPLE = {
+    "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
+    "name": "w1",
+    "node_type": "backend",
+    "status": "pending",
+    "created_at": "2026-11-21T00:09:05.820188Z",
+}
+_AGENT_EXAMPLE = {
+    "name": "agent-1",
+    "node_type": "agent",
+    "status": "healthy",
+    "api_token": "lai-" + "0f" * 32,
+}
+_NESTED_EXAMPLE = {"error": {"code": 401, "message": "registration token required", "type": "node_error"}}
 
 
 class RegistrationDescription(APIView):
     """`/api/node/register` (§1.1, R1.29)."""
 
-    authentication_classes = [RegistrationAuthentication]
+    authentication_classes = [worker_routes.RegistrationAuthentication]
     permission_classes = []
+    tag = "worker"
 
-    @extend_schema(
-        operation_id="node_register",
-        summary="Register a worker",
-        tags=["worker"],
-        request=RegistrationSerializer,
-        parameters=[SECRET, INSTANCE],
-        responses=_registration_responses(),
+    @describe(
+        "node_register",
+        "Register a worker",
+        REGISTERED,
+        status=201,
+        meaning="Registered; `pending` until an admin approves it.",
+        others={
+            401: OpenApiResponse(
+                REGISTRATION_REFUSAL.ref,
+                "A missing or wrong token, or a join token that is revoked, expired or used up: flat for the "
+                "header's, nested for the body's.",
+            ),
+        },
+        refused=(400, 409, 413, 429),
+        body=RegistrationSerializer,
+        parameters=[worker_routes.SECRET, worker_routes.INSTANCE],
+        shown=_NODE_EXAMPLE,
+        examples=[
+            request_example(REGISTRATION, "A worker without a GPU"),
+            request_example(REGISTRATION | _RUNNING, "Our worker, with what it runs"),
+            request_example(_AGENT, "An agent"),
+            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE, "approved agent", "201"),
+            response_example(_NESTED_EXAMPLE, status="401"),
+        ],
     )
     def post(self, request: Request) -> None:
         """Registers a worker, or refreshes it after a restart. A new worker awaits approval."""
-
-
-def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
-    """Add the raw ASGI route to the API document: a preprocessing hook of drf-spectacular."""
-    path = "/api/node/register"
-    return [*endpoints, (path, path, "POST", RegistrationDescription.as_view())]

@@ -5,16 +5,14 @@ A model's name in the path may contain slashes and is URL-decoded once. `nodes.s
 
 from typing import Any
 
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import extend_schema, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
-from nodes.api.base import MOMENT, NodeView, request_example, response_example
+from nodes.api.base import MODEL_PATH, MOMENT, NodeView
 from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling import store
 from nodes.scheduling.rules import MAX_MODEL_LENGTH, MAX_REPLICAS, MAX_THRESHOLD, POLICIES, Rule
@@ -36,20 +34,9 @@ _EXAMPLE = {
     "created_at": MOMENT,
     "updated_at": MOMENT,
 }
-_MODEL = OpenApiParameter(
-    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
-)
-_BOUNDS: dict[str, dict[str, Any]] = {
-    "model_name": {"minLength": 1},
-    "min_replicas": {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0},
-    "max_replicas": {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0},
-    "spread_all": {"default": False},
-    "route_policy": {"enum": [*POLICIES, None]},
-    "balance_abs_threshold": {"minimum": 0, "maximum": MAX_THRESHOLD},
-    "balance_rel_threshold": {"minimum": 0, "maximum": MAX_THRESHOLD},
-    "min_prefix_match": {"minimum": 0, "maximum": 1},
-}
-"""Bounds of the fields that `rules.check_rule` checks, for the API document."""
+_COUNT = {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0}
+_THRESHOLD = {"minimum": 0, "maximum": MAX_THRESHOLD}
+"""Bounds of fields that `rules.check_rule` checks, for the API document."""
 
 
 class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
@@ -58,61 +45,66 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
     A routing field (the last four) that is left out keeps its stored value; any other one is cleared.
     """
 
-    model_name = Text(max_length=MAX_MODEL_LENGTH, required=False)
+    model_name = Text(max_length=MAX_MODEL_LENGTH, required=False, schema={"minLength": 1})
     node_selector = serializers.DictField(
         child=Text(max_length=scheduling.MAX_VALUE_LENGTH),
         help_text="Labels that a node must have.",
         required=False,
     )
-    min_replicas = Whole(required=False)
-    max_replicas = Whole(help_text="0 means no limit.", required=False)
+    min_replicas = Whole(required=False, schema=_COUNT)
+    max_replicas = Whole(help_text="0 means no limit.", required=False, schema=_COUNT)
     spread_all = Flag(
-        help_text="One replica on every node that matches; excludes the two counts.", required=False
+        help_text="One replica on every node that matches; excludes the two counts.",
+        required=False,
+        schema={"default": False},
     )
-    route_policy = Text(max_length=32, help_text="Empty: cluster default.", required=False)
-    balance_abs_threshold = Whole(help_text="0: cluster default.", required=False)
-    balance_rel_threshold = Number(help_text="0 (cluster default), or at least 1.", required=False)
-    min_prefix_match = Number(help_text="0: cluster default.", required=False)
+    route_policy = Text(
+        max_length=32,
+        help_text="Empty: cluster default.",
+        required=False,
+        schema={"enum": [*POLICIES, None]},
+    )
+    balance_abs_threshold = Whole(help_text="0: cluster default.", required=False, schema=_THRESHOLD)
+    balance_rel_threshold = Number(
+        help_text="0 (cluster default), or at least 1.", required=False, schema=_THRESHOLD
+    )
+    min_prefix_match = Number(
+        help_text="0: cluster default.", required=False, schema={"minimum": 0, "maximum": 1}
+    )
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        for name, bounds in _BOUNDS.items():
-            schema["properties"][name] |= bounds
         schema["required"] = ["model_name"]
         return schema
 
 
-class SchedulingRulesView(NodeView):
+class SchedulingRoute(NodeView):
+    """Base of routes of scheduling and placement."""
+
+    tag = "scheduling"
+
+
+class SchedulingRulesView(SchedulingRoute):
     """`/api/nodes/scheduling`."""
 
-    @extend_schema(
-        operation_id="scheduling_rules",
-        summary="List scheduling rules",
-        tags=["scheduling"],
-        responses={(200, "application/json"): store.RULE.many, **refusals(401, 403)},
-        examples=[response_example([_EXAMPLE])],
-    )
+    @describe("scheduling_rules", "List scheduling rules", store.RULE.many, shown=[_EXAMPLE])
     def get(self, request: Request) -> Response:
         """All of them, by model name."""
         return Response(store.serialize_rules(ModelSchedulingConfig.objects.all()))
 
-    @extend_schema(
-        operation_id="scheduling_rules_set",
-        summary="Set a model's scheduling rule",
-        tags=["scheduling"],
-        request=SchedulingRuleRequestSerializer,
-        responses={200: store.RULE.ref, **refusals(400, 401, 403, 413)},
-        examples=[
-            request_example(
-                {
-                    "model_name": "minilm",
-                    "node_selector": {"tier": "fast"},
-                    "min_replicas": 1,
-                    "max_replicas": 2,
-                }
-            ),
-            response_example(_EXAMPLE),
-        ],
+    @describe(
+        "scheduling_rules_set",
+        "Set a model's scheduling rule",
+        store.RULE,
+        refused=(400, 413),
+        body=SchedulingRuleRequestSerializer,
+        sent={
+            "model_name": "minilm",
+            "node_selector": {"tier": "fast"},
+            "min_replicas": 1,
+            "max_replicas": 2,
+        },
+        shown=_EXAMPLE,
     )
     def post(self, request: Request) -> Response:
         """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
@@ -120,16 +112,16 @@ class SchedulingRulesView(NodeView):
         return Response(store.set_rule(Rule(**({"model_name": ""} | body)), clock.now()))
 
 
-class SchedulingRuleView(NodeView):
+class SchedulingRuleView(SchedulingRoute):
     """`/api/nodes/scheduling/:model`."""
 
-    @extend_schema(
-        operation_id="scheduling_rules_show",
-        summary="Show a model's scheduling rule",
-        tags=["scheduling"],
-        parameters=[_MODEL],
-        responses={200: store.RULE.ref, **refusals(401, 403, 404)},
-        examples=[response_example(_EXAMPLE)],
+    @describe(
+        "scheduling_rules_show",
+        "Show a model's scheduling rule",
+        store.RULE,
+        refused=(404,),
+        parameters=[MODEL_PATH],
+        shown=_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
         """404 if the model has none."""
@@ -138,12 +130,8 @@ class SchedulingRuleView(NodeView):
             raise errors.NotFound("there is no scheduling rule for this model")
         return Response(rule)
 
-    @extend_schema(
-        operation_id="scheduling_rules_delete",
-        summary="Delete a model's scheduling rule",
-        tags=["scheduling"],
-        parameters=[_MODEL],
-        responses={204: None, **refusals(401, 403)},
+    @describe(
+        "scheduling_rules_delete", "Delete a model's scheduling rule", status=204, parameters=[MODEL_PATH]
     )
     def delete(self, request: Request, model: str) -> Response:
         """Succeeds also if the model has none."""

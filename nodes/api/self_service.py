@@ -5,6 +5,7 @@ URL by its secret and, if the worker sends it, by its process id.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -16,35 +17,42 @@ from rest_framework.response import Response
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import View, extend_schema, refusals
+from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import MessageSerializer
-from nodes.api.base import NodeView, response_example
+from nodes.api import worker_routes
+from nodes.api.base import NodeView
 from nodes.api.nodes import replica_rows
-from nodes.api.worker_routes import (
-    INSTANCE,
-    NEW_SECRET,
-    WORKER_REFUSAL,
-    WRONG_SECRET_MEANING,
-    IsTheNode,
-    NodeAuthentication,
-)
 from nodes.registry import claims, identity, lifecycle
 from nodes.replicas.shape import REPLICA
 
-Responses = dict[int, Any]
+_describe = partial(
+    describe,
+    refused=(400, 404, 409, 429),
+    parameters=[worker_routes.INSTANCE],
+    others={401: OpenApiResponse(worker_routes.WORKER_REFUSAL.ref, worker_routes.WRONG_SECRET_MEANING)},
+)
 
 
-def _describe_responses(answer: Any) -> Responses:
-    wrong = OpenApiResponse(WORKER_REFUSAL.ref, WRONG_SECRET_MEANING)
-    return {200: answer, **refusals(400, 403, 404, 409, 429), 401: wrong}
+def _describe_message(
+    operation_id: str, summary: str, message: str, *parameters: OpenApiParameter
+) -> Callable[[View], View]:
+    return _describe(
+        operation_id,
+        summary,
+        MessageSerializer,
+        meaning="Done.",
+        shown={"message": message},
+        parameters=[worker_routes.INSTANCE, *parameters],
+    )
 
 
 class SelfServiceView(NodeView):
     """A route of the node in the URL, for that node alone."""
 
-    authentication_classes = [NodeAuthentication]
-    permission_classes = [IsTheNode]
+    authentication_classes = [worker_routes.NodeAuthentication]
+    permission_classes = [worker_routes.IsTheNode]
     flat_auth = True
+    tag = "worker"
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Refuse an unsupported method before authentication."""
@@ -53,24 +61,10 @@ class SelfServiceView(NodeView):
         super().initial(request, *args, **kwargs)
 
 
-def _describe(
-    operation_id: str, summary: str, message: str, *parameters: OpenApiParameter
-) -> Callable[[View], View]:
-    done = OpenApiResponse(MessageSerializer, "Done.", [response_example({"message": message})])
-    return extend_schema(
-        operation_id=operation_id,
-        summary=summary,
-        tags=["worker"],
-        request=None,
-        parameters=[INSTANCE, *parameters],
-        responses=_describe_responses(done),
-    )
-
-
 class SelfView(SelfServiceView):
     """`/api/node/:id` (§1.5)."""
 
-    @_describe("node_delete", "Take the worker offline", "node deregistered")
+    @_describe_message("node_delete", "Take the worker offline", "node deregistered")
     def delete(self, request: Request, node_id: str) -> Response:
         """Same as deregister: the node is offline without replicas; record and approval stay."""
         lifecycle.deactivate(_own_id(request), now=clock.now())
@@ -80,7 +74,7 @@ class SelfView(SelfServiceView):
 class SelfDeregisterView(SelfServiceView):
     """`/api/node/:id/deregister` (§1.5)."""
 
-    @_describe("node_deregister", "Take the worker offline on shutdown", "node deregistered")
+    @_describe_message("node_deregister", "Take the worker offline on shutdown", "node deregistered")
     def post(self, request: Request, node_id: str) -> Response:
         """The worker has stopped: the node is offline without replicas; record and approval stay."""
         lifecycle.deactivate(_own_id(request), now=clock.now())
@@ -90,7 +84,7 @@ class SelfDeregisterView(SelfServiceView):
 class SelfDrainView(SelfServiceView):
     """`/api/node/:id/drain` (§1.3)."""
 
-    @_describe("node_drain", "Start the worker's own drain", "node set to draining")
+    @_describe_message("node_drain", "Start the worker's own drain", "node set to draining")
     def post(self, request: Request, node_id: str) -> Response:
         """The worker is stopping: it gets no new requests. The drain ends with its next registration."""
         lifecycle.drain_by_worker(_own_id(request), now=clock.now())
@@ -100,7 +94,7 @@ class SelfDrainView(SelfServiceView):
 class SelfResumeView(SelfServiceView):
     """`/api/node/:id/resume` (§1.4)."""
 
-    @_describe("node_resume", "End the worker's own drain", "node resumed")
+    @_describe_message("node_resume", "End the worker's own drain", "node resumed")
     def post(self, request: Request, node_id: str) -> Response:
         """Ends a drain that the worker started; 409 for any other, such as an administrator's."""
         lifecycle.resume_by_worker(_own_id(request), now=clock.now())
@@ -110,12 +104,10 @@ class SelfResumeView(SelfServiceView):
 class SelfReplicasView(SelfServiceView):
     """`/api/node/:id/models` (§1.6)."""
 
-    @extend_schema(
-        operation_id="node_models",
-        summary="List the worker's replicas",
-        tags=["worker"],
-        parameters=[INSTANCE],
-        responses=_describe_responses(REPLICA.many),
+    @_describe(
+        "node_models",
+        "List the worker's replicas",
+        REPLICA.many,
         examples=[OpenApiExample("A node without replicas", [], response_only=True)],
     )
     def get(self, request: Request, node_id: str) -> Response:
@@ -128,7 +120,9 @@ class SelfRotateView(SelfServiceView):
 
     rotating = True
 
-    @_describe("node_rotate", "Replace the worker's secret", "secret replaced", NEW_SECRET)
+    @_describe_message(
+        "node_rotate", "Replace the worker's secret", "secret replaced", worker_routes.NEW_SECRET
+    )
     def post(self, request: Request, node_id: str) -> Response:
         """Replaces the worker's secret, by itself or on request; the old secret is rejected from then on."""
         new = request.headers.get(identity.NEW_SECRET_HEADER, "")

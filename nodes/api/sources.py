@@ -2,26 +2,33 @@
 
 from typing import Any
 
-from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Conflict
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
-from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field
-from nodes.api.base import NODE_ID, job_example, query_parameter, request_example, response_example
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Shape, count, field
+from nodes.api.base import (
+    NODE_ID,
+    ModelRoute,
+    enum_schema,
+    integer_schema,
+    job_example,
+    query_parameter,
+    read_query,
+    text_schema,
+)
 from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
 from nodes.api.models import MAX_MODEL_LENGTH, check_model_name
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.downloads.imports import request_import
-from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH, Parameters
+from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 from nodes.sources import catalogue, inspection
 from nodes.sources.plans import ImportPlan
-from operations.api.serializers import job_fields, requester_of
+from operations.api.serializers import JOB_FIELDS, job_fields, requester_of
 from operations.ledger.admission import Admission
 
 MAX_ITEMS, DEFAULT_ITEMS = 1000, 50
@@ -30,9 +37,7 @@ IMPORT_STARTED = Shape(
     "ImportStarted",
     "The import was admitted; `statusUrl` tells how it goes.",
     [
-        field("jobID", UUID),
-        field("statusUrl", TEXT),
-        field("message", TEXT),
+        *JOB_FIELDS,
         field("model", TEXT, "The name under which it will be defined."),
         field("deduplicated", FLAG),
     ],
@@ -98,8 +103,17 @@ _ENTRY = {
     "jobID": "",
     "fits": True,
 }
-_SEARCH = {"type": "string", "minLength": 1, "maxLength": MAX_SEARCH_LENGTH}
-_PAGE_NUMBER = {"type": "integer", "minimum": 1}
+_SEARCH = text_schema(MAX_SEARCH_LENGTH)
+_CATALOGUE = [
+    query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
+    query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
+    query_parameter("licence", _SEARCH, "Only models of this licence."),
+    query_parameter("gallery", _SEARCH, "Only models of this gallery."),
+    query_parameter("size", integer_schema(1, MAX_SIZE), "Only models of at most so many bytes."),
+    query_parameter("fits", enum_schema(("true", "false")), "Only those that fit."),
+    query_parameter("page", integer_schema(1, FARTHEST, 1), "Which page."),
+    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Models on a page."),
+]
 
 
 class InspectSerializer(NullIsAbsent):
@@ -135,24 +149,21 @@ class ImportSerializer(InspectSerializer):
         return None if name is None else check_model_name(name)
 
 
-class _SourceView(APIView):
-    envelope = "flat"
+class _SourceView(ModelRoute):
     most_body_bytes = 4 * MAX_FILE_BYTES
 
 
 class InspectView(_SourceView):
     """`/api/sources/inspect`."""
 
-    @extend_schema(
-        operation_id="sources_inspect",
-        summary="Show what a text means, and where its model fits",
-        tags=["models"],
-        request=InspectSerializer,
-        responses={200: inspection.INSPECTION.ref, **flat_refusals(400, 404, 413, 502)},
-        examples=[
-            request_example({"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF"}),
-            response_example(_INSPECTED),
-        ],
+    @describe(
+        "sources_inspect",
+        "Show what a text means, and where its model fits",
+        inspection.INSPECTION,
+        refused=(400, 404, 413, 502),
+        body=InspectSerializer,
+        sent={"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF"},
+        shown=_INSPECTED,
     )
     def post(self, request: Request) -> Response:
         """Reads the source, at most 16 MiB of a model's file; nothing is saved.
@@ -167,23 +178,17 @@ class InspectView(_SourceView):
 class ImportView(_SourceView):
     """`/api/models/import`."""
 
-    @extend_schema(
-        operation_id="models_import",
-        summary="Import a model",
-        tags=["models"],
-        request=ImportSerializer,
-        responses={
-            202: OpenApiResponse(IMPORT_STARTED.ref, "The import is recorded and goes on."),
-            **flat_refusals(400, 404, 409, 413, 502),
-        },
-        examples=[
-            request_example({"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF", "variant": "Q4_K_M", "load": True}),
-            response_example(
-                job_example("the import of Qwen2.5-1.5B-Instruct has begun", "/api/models/job")
-                | {"model": "Qwen2.5-1.5B-Instruct", "deduplicated": False},
-                status="202",
-            ),
-        ],
+    @describe(
+        "models_import",
+        "Import a model",
+        IMPORT_STARTED,
+        status=202,
+        meaning="The import is recorded and goes on.",
+        refused=(400, 404, 409, 413, 502),
+        body=ImportSerializer,
+        sent={"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF", "variant": "Q4_K_M", "load": True},
+        shown=job_example("the import of Qwen2.5-1.5B-Instruct has begun", "/api/models/job")
+        | {"model": "Qwen2.5-1.5B-Instruct", "deduplicated": False},
     )
     def post(self, request: Request) -> Response:
         """Fetches the files of a variant, then defines the model; an import that is under way is joined.
@@ -231,70 +236,45 @@ def import_body(admission: Admission, model: str) -> dict[str, Any]:
 class CatalogueView(_SourceView):
     """`/api/catalogue`."""
 
-    @extend_schema(
-        operation_id="catalogue_list",
-        summary="List models of the galleries",
-        tags=["models"],
-        parameters=[
-            query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
-            query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
-            query_parameter("licence", _SEARCH, "Only models of this licence."),
-            query_parameter("gallery", _SEARCH, "Only models of this gallery."),
-            query_parameter(
-                "size", _PAGE_NUMBER | {"maximum": MAX_SIZE}, "Only models of at most so many bytes."
-            ),
-            query_parameter("fits", {"type": "string", "enum": ["true", "false"]}, "Only those that fit."),
-            query_parameter("page", _PAGE_NUMBER | {"maximum": FARTHEST, "default": 1}, "Which page."),
-            query_parameter(
-                "items", _PAGE_NUMBER | {"maximum": MAX_ITEMS, "default": DEFAULT_ITEMS}, "Models on a page."
-            ),
-        ],
-        responses={200: CATALOGUE.ref, **flat_refusals(400)},
-        examples=[
-            response_example(
-                {
-                    "models": [_ENTRY],
-                    "total": 1,
-                    "page": 1,
-                    "items": DEFAULT_ITEMS,
-                    "tasks": ["chat"],
-                    "licences": ["apache-2.0"],
-                    "galleries": ["localai"],
-                    "gallery_errors": [],
-                }
-            )
-        ],
+    @describe(
+        "catalogue_list",
+        "List models of the galleries",
+        CATALOGUE,
+        refused=(400,),
+        parameters=_CATALOGUE,
+        shown={
+            "models": [_ENTRY],
+            "total": 1,
+            "page": 1,
+            "items": DEFAULT_ITEMS,
+            "tasks": ["chat"],
+            "licences": ["apache-2.0"],
+            "galleries": ["localai"],
+            "gallery_errors": [],
+        },
     )
     def get(self, request: Request) -> Response:
         """The galleries are read at most once a minute; 503 if none can be read."""
         query = _catalogue_query(request)
         page = catalogue.read(query, clock.now())
         return Response(
-            CATALOGUE.of(
+            CATALOGUE.of_object(
+                page,
                 models=page.rows,
-                total=page.total,
                 page=query.page,
                 items=query.items,
-                tasks=page.tasks,
-                licences=page.licences,
-                galleries=page.galleries,
                 gallery_errors=gallery_errors(page.offer),
             )
         )
 
 
 def _catalogue_query(request: Request) -> catalogue.Query:
-    parameters = Parameters(
-        request.query_params, "term", "task", "licence", "gallery", "size", "fits", "page", "items"
-    )
-    texts = {
-        name: parameters.text(name, MAX_SEARCH_LENGTH).casefold()
-        for name in ("term", "task", "licence", "gallery")
-    }
+    query = read_query(request, _CATALOGUE)
+    texts = {name: query[name].casefold() for name in ("term", "task", "licence", "gallery")}
     return catalogue.Query(
         **texts,
-        most_bytes=parameters.number("size", 1, MAX_SIZE) or 0,
-        fits=parameters.choice("fits", ("true", "false")) == "true",
-        page=parameters.number("page", 1, FARTHEST) or 1,
-        items=parameters.number("items", 1, MAX_ITEMS) or DEFAULT_ITEMS,
+        most_bytes=query["size"] or 0,
+        fits=query["fits"] == "true",
+        page=query["page"],
+        items=query["items"],
     )

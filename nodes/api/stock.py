@@ -18,10 +18,10 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import counted
-from localai_cluster.web.openapi import extend_schema, flat_refusals, refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, UUID, Row, Shape, count, field
 from nodes.api import definitions
-from nodes.api.base import JOB_ID, response_example
+from nodes.api.base import JOB_ID, ModelRoute
 from nodes.backends import catalogue
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
@@ -117,14 +117,12 @@ _EXAMPLE = {
 class SystemView(APIView):
     """`/system`."""
 
-    @extend_schema(
-        operation_id="system",
-        summary="List backends and loaded models",
-        tags=["nodes"],
-        responses={200: SYSTEM.ref, **refusals(401, 403)},
-        examples=[
-            response_example({"backends": ["minilm"], "loaded_models": [{"id": "m", "backend": "minilm"}]})
-        ],
+    @describe(
+        "system",
+        "List backends and loaded models",
+        SYSTEM,
+        shown={"backends": ["minilm"], "loaded_models": [{"id": "m", "backend": "minilm"}]},
+        tag="nodes",
     )
     def get(self, request: Request) -> Response:
         """The backends that approved nodes have, and the loaded models; each name once."""
@@ -138,13 +136,7 @@ class SystemView(APIView):
 class ResourcesView(APIView):
     """`/api/resources`."""
 
-    @extend_schema(
-        operation_id="resources",
-        summary="Show the memory of the cluster",
-        tags=["nodes"],
-        responses={200: RESOURCES.ref, **refusals(401, 403)},
-        examples=[response_example(_EXAMPLE)],
-    )
+    @describe("resources", "Show the memory of the cluster", RESOURCES, shown=_EXAMPLE, tag="nodes")
     def get(self, request: Request) -> Response:
         """As the last heartbeats of the healthy nodes tell it."""
         nodes = list(
@@ -235,10 +227,8 @@ async def _measure_storage() -> int:
     return sum(await asyncio.gather(*map(measure, await models.all())))
 
 
-class _DefinitionView(APIView):
-    """Base of routes for one definition. Errors are flat."""
-
-    envelope = "flat"
+class _DefinitionView(ModelRoute):
+    """Base of routes for one definition."""
 
     def check_defined(self, model: str) -> None:
         """Raise NotFound unless the model is defined."""
@@ -249,13 +239,14 @@ class _DefinitionView(APIView):
 class ConfigurationView(_DefinitionView):
     """`/api/models/config-json/:model`."""
 
-    @extend_schema(
-        operation_id="models_configuration",
-        summary="Show the definition of a model",
-        tags=["nodes"],
+    @describe(
+        "models_configuration",
+        "Show the definition of a model",
+        {"type": "object", "additionalProperties": True},
+        refused=(404,),
         parameters=[_MODEL],
-        responses={200: {"type": "object", "additionalProperties": True}, **flat_refusals(404)},
-        examples=[response_example({"name": "m", "backend": "minilm", "parameters": {"model": "m.gguf"}})],
+        shown={"name": "m", "backend": "minilm", "parameters": {"model": "m.gguf"}},
+        tag="nodes",
     )
     def get(self, request: Request, model: str) -> Response:
         """The content of the model's file or stored definition, as JSON."""
@@ -292,14 +283,14 @@ def _json_key(key: Any) -> str:
 class PinView(_DefinitionView):
     """`/models/toggle-pinned/:model/:action`."""
 
-    @extend_schema(
-        operation_id="models_pin",
-        summary="Keep a model loaded, or no longer",
-        tags=["scheduling"],
+    @describe(
+        "models_pin",
+        "Keep a model loaded, or no longer",
+        CHANGED,
+        refused=(404, 409),
         parameters=[_MODEL, OpenApiParameter("action", str, OpenApiParameter.PATH, enum=["pin", "unpin"])],
-        request=None,
-        responses={200: CHANGED.ref, **flat_refusals(404, 409)},
-        examples=[response_example({"success": True, "message": "model m keeps at least one replica"})],
+        shown={"success": True, "message": "model m keeps at least one replica"},
+        tag="scheduling",
     )
     def put(self, request: Request, model: str, action: str) -> Response:
         """`pin` sets the minimum of its scheduling rule to 1 at least, `unpin` to 0."""
@@ -326,14 +317,13 @@ REMOVAL_STARTED = Shape(
 class StockDeleteView(_DefinitionView):
     """`/models/delete/:model`."""
 
-    @extend_schema(
-        operation_id="models_delete_stock",
-        summary="Delete a model with its files (LocalAI)",
-        tags=["models"],
+    @describe(
+        "models_delete_stock",
+        "Delete a model with its files (LocalAI)",
+        REMOVAL_JOB,
+        refused=(404, 409),
         parameters=[_MODEL],
-        request=None,
-        responses={200: REMOVAL_JOB.ref, **flat_refusals(404, 409)},
-        examples=[response_example({"uuid": JOB_ID, "status": f"https://cluster/models/jobs/{JOB_ID}"})],
+        shown={"uuid": JOB_ID, "status": f"https://cluster/models/jobs/{JOB_ID}"},
     )
     def post(self, request: Request, model: str) -> Response:
         """Unloads it, deletes its stored definition and the files that no other definition names.
@@ -347,14 +337,13 @@ class StockDeleteView(_DefinitionView):
 class StockDeleteByIdView(_DefinitionView):
     """`/api/models/delete/:model`."""
 
-    @extend_schema(
-        operation_id="models_delete_by_id",
-        summary="Delete a model with its files (LocalAI, by gallery id)",
-        tags=["models"],
+    @describe(
+        "models_delete_by_id",
+        "Delete a model with its files (LocalAI, by gallery id)",
+        REMOVAL_STARTED,
+        refused=(404, 409),
         parameters=[_MODEL],
-        request=None,
-        responses={200: REMOVAL_STARTED.ref, **flat_refusals(404, 409)},
-        examples=[response_example({"jobID": JOB_ID, "message": "the definition is being deleted"})],
+        shown={"jobID": JOB_ID, "message": "the definition is being deleted"},
     )
     def post(self, request: Request, model: str) -> Response:
         """As `/models/delete`; a gallery's name before `@` is left out."""
@@ -365,15 +354,12 @@ class StockDeleteByIdView(_DefinitionView):
 class ReloadView(_DefinitionView):
     """`/models/reload`."""
 
-    @extend_schema(
-        operation_id="models_reload",
-        summary="Read the models folder again",
-        tags=["nodes"],
-        request=None,
-        responses={200: RELOADED.ref, **flat_refusals()},
-        examples=[
-            response_example({"success": True, "message": "2 models are defined", "pending_cleanup": 0})
-        ],
+    @describe(
+        "models_reload",
+        "Read the models folder again",
+        RELOADED,
+        shown={"success": True, "message": "2 models are defined", "pending_cleanup": 0},
+        tag="nodes",
     )
     def post(self, request: Request) -> Response:
         """In this web process at once; the others read it within a few seconds by themselves."""

@@ -9,7 +9,6 @@ from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock
@@ -18,7 +17,7 @@ from nodes.backends import wave_requests
 from nodes.backends.backend_requests import RequestScope
 from nodes.backends.waves import Options
 from operations.api.jobs import find_operation
-from operations.api.serializers import MAX_NODES
+from operations.api.serializers import MAX_NODES, OperationRoute
 from operations.api.verbs import describe_verb
 
 MAX_PAUSE = 86_400
@@ -95,12 +94,10 @@ class ChoiceSerializer(NullIsAbsent):
     last_replicas = last_replicas_field()
 
 
-class WavesView(APIView):
+class WavesView(OperationRoute):
     """`/api/operations/:jobID/waves`."""
 
-    envelope = "flat"
-
-    @describe_verb("waves", "Continue or stop work in waves", ChoiceSerializer)
+    @describe_verb("operations_waves", "Continue or stop work in waves", body=ChoiceSerializer)
     def post(self, request: Request, job_id: str) -> Response:
         """After a wave that failed: `continue` opens the next one, `stop` ends what has not begun.
 

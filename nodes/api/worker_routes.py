@@ -36,6 +36,14 @@ def parse_node_id(text: str) -> UUID | None:
         return None
 
 
+def parse_id(text: str, kind: str = "node") -> UUID:
+    """Return the id in a path; raise NotFound if it is invalid."""
+    row_id = parse_node_id(text)
+    if row_id is None:
+        raise errors.NotFound(f"{kind} not found")
+    return row_id
+
+
 class WorkerAuthentication(BaseAuthentication):
     """Authentication of workers. A signed-in user gets 403 instead of 401."""
 

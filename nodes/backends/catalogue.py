@@ -386,16 +386,12 @@ def _entry(
     job: ActiveOperation | None,
     parent: str,
 ) -> dict[str, Any]:
-    return ENTRY.of(
+    return ENTRY.of_object(
+        build,
         id=f"{build.gallery.name}@{build.name}",
-        name=build.name,
-        description=build.description,
-        icon=build.icon,
-        license=build.license,
         urls=list(build.urls),
         tags=list(build.tags),
         gallery=build.gallery.name,
-        version=build.version,
         installed=bool(nodes),
         nodes=list(nodes),
         processing=job is not None,

@@ -209,14 +209,7 @@ OUTCOMES = Shape(
 def approval_body(approval: Approval) -> Row:
     """Return the response to one approval."""
     node = approval.node
-    return APPROVED.of(
-        id=node.id,
-        name=node.name,
-        node_type=node.node_type,
-        status=node.status,
-        message="node approved",
-        api_token=approval.api_token,
-    )
+    return APPROVED.of_object(node, message="node approved", api_token=approval.api_token)
 
 
 def approvals_body(results: Sequence[ApprovalResult]) -> Row:

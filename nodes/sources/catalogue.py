@@ -118,12 +118,10 @@ def _row(
     fleet: fits.FleetFit,
 ) -> shapes.Row:
     size = galleries.bytes_of(entry)
-    return ENTRY.of(
+    return ENTRY.of_object(
+        entry,
         id=entry_id(entry),
-        name=entry.name,
         gallery=entry.gallery.name,
-        description=entry.description,
-        icon=entry.icon,
         licence=entry.license,
         tags=list(entry.tags),
         task=task,

@@ -97,23 +97,16 @@ def inspect(text: str, now: datetime) -> Row:
         choice.variant.id for choice, fit in zip(found.choices, rows, strict=True) if fit["fits"] is not False
     ]
     best = found.wanted or variants.recommend((choice.variant for choice in found.choices), fitting)
-    return INSPECTION.of(
-        kind=found.kind,
+    return INSPECTION.of_object(
+        found,
         title=names.to_single_line(found.title[:300]),
-        description=found.description,
-        licence=found.licence,
-        gated=found.gated,
         urls=[url for url in found.urls if url.startswith(_WEB_PREFIXES)],
         icon=found.icon if found.icon.startswith(_WEB_PREFIXES) else "",
-        commit=found.commit,
-        name=found.name,
-        task=found.task,
         variants=[
             _variant(found, choice, fit, is_best=choice.variant.id == best)
             for choice, fit in zip(found.choices, rows, strict=True)
         ],
         candidates=[],
-        problem=found.problem,
     )
 
 
@@ -212,14 +205,13 @@ def _files_of(choice: Choice) -> ModelFiles:
 
 def _variant(found: SourceModel, choice: Choice, fit: Row, *, is_best: bool) -> Row:
     variant = choice.variant
-    return VARIANT.of(
+    return VARIANT.of_object(
+        found,
         id=variant.id,
         label=variant.quantization or variant.id,
         quantization=variant.quantization,
         size=variant.size or variant.weights,
         files=[FILE.of(path=file.path, size=file.size) for file in variant.files[:_MAX_SHOWN]],
-        licence=found.licence,
-        gated=found.gated,
         recommended=is_best,
         context_size=choice.context,
         fit=fit,

@@ -21,13 +21,13 @@ from drf_spectacular.types import OpenApiTypes
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import errors
-from localai_cluster.web.openapi import extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from operations.api import serializers as shapes
+from operations.api.serializers import OperationRoute
 from operations.changes import feed
 from operations.executor.work import in_thread
 from operations.ledger import retention
@@ -71,51 +71,36 @@ class _Query(Filters, _Page):
     """The query of the record."""
 
 
-class HistoryView(APIView):
+class HistoryView(OperationRoute):
     """`/api/operations/history`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="operations_history",
-        summary="List operations that have ended",
-        tags=["operations"],
+    @describe(
+        "operations_history",
+        "List operations that have ended",
+        shapes.HISTORY,
+        refused=(400,),
         parameters=[_Query],
-        responses={
-            200: shapes.HISTORY.ref,
-            **flat_refusals(400),
-        },
     )
     def get(self, request: Request) -> Response:
         """Operations that have ended, the latest first. `nextCursor` leads to older ones."""
         return Response(history_page(request.query_params))
 
-    @extend_schema(
-        operation_id="operations_history_clear",
-        summary="Clear the record",
-        tags=["operations"],
-        responses={200: shapes.SuccessSerializer, **flat_refusals()},
-    )
+    @describe("operations_history_clear", "Clear the record", shapes.SuccessSerializer)
     def delete(self, request: Request) -> Response:
         """Deletes the record of the whole cluster; failures that no one has dismissed stay (O98)."""
         retention.clear()
         return Response({"success": True})
 
 
-class InboxView(APIView):
+class InboxView(OperationRoute):
     """`/api/operations/inbox`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="operations_inbox",
-        summary="List failures that wait for someone",
-        tags=["operations"],
+    @describe(
+        "operations_inbox",
+        "List failures that wait for someone",
+        shapes.INBOX,
+        refused=(400,),
         parameters=[_Page],
-        responses={
-            200: shapes.INBOX.ref,
-            **flat_refusals(400),
-        },
     )
     def get(self, request: Request) -> Response:
         """Failures that were not dismissed, the newest first; `nextCursor` leads to the older ones."""
@@ -251,21 +236,15 @@ class _ExportQuery(Filters):
     format = serializers.ChoiceField(choices=(NDJSON, CSV), required=False, default=NDJSON)
 
 
-class ExportView(APIView):
+class ExportView(OperationRoute):
     """`/api/operations/history/export`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="operations_history_export",
-        summary="Export operations that have ended",
-        tags=["operations"],
+    @describe(
+        "operations_history_export",
+        "Export operations that have ended",
+        others={(200, "application/x-ndjson"): OpenApiTypes.STR, (200, "text/csv"): OpenApiTypes.STR},
+        refused=(400,),
         parameters=[_ExportQuery],
-        responses={
-            (200, "application/x-ndjson"): OpenApiTypes.STR,
-            (200, "text/csv"): OpenApiTypes.STR,
-            **flat_refusals(400),
-        },
     )
     def get(self, request: Request) -> StreamingHttpResponse:
         """The whole record, with the filters of the list. A line of NDJSON is an entry of that list."""
@@ -361,20 +340,11 @@ class AuditSerializer(serializers.Serializer[Any]):
     nextCursor = serializers.IntegerField(required=False, help_text="Leads to the older ones.")
 
 
-class AuditView(APIView):
+class AuditView(OperationRoute):
     """`/api/audit`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="audit_list",
-        summary="List changes by people",
-        tags=["operations"],
-        parameters=[_ChangesQuery],
-        responses={
-            200: AuditSerializer,
-            **flat_refusals(400),
-        },
+    @describe(
+        "audit_list", "List changes by people", AuditSerializer, refused=(400,), parameters=[_ChangesQuery]
     )
     def get(self, request: Request) -> Response:
         """Every change that a person made, within the retention of events; the newest first."""

@@ -16,11 +16,12 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
-from localai_cluster.web.openapi import extend_schema, flat_refusals, name_operations, refusals
+from localai_cluster.web.openapi import describe, name_operations
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import mapping
 from operations import kinds, targets
 from operations.api import serializers as shapes
+from operations.api.serializers import OperationRoute
 from operations.changes import feed
 from operations.ledger import admission
 from operations.models import ACTIVE, QUEUED, TERMINAL, Operation, OperationTarget, Status
@@ -44,17 +45,10 @@ def find_operation(text: str) -> Operation:
     return operation
 
 
-class JobView(APIView):
+class JobView(OperationRoute):
     """`/api/backends/job/:uid`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="backends_job",
-        summary="Show an operation",
-        tags=["operations"],
-        responses={200: shapes.JOB.ref, **flat_refusals(404)},
-    )
+    @describe("backends_job", "Show an operation", shapes.JOB, refused=(404,))
     def get(self, request: Request, uid: str) -> Response:
         """The state of an operation, for as long as its record exists."""
         return Response(job_of(find_operation(uid)))
@@ -97,12 +91,9 @@ def _state(operation: Operation, parts: Sequence[OperationTarget]) -> str:
 class JobStatusView(APIView):
     """`/backends/jobs/:uid`."""
 
-    @extend_schema(
-        operation_id="backends_job_status",
-        summary="Show an operation's raw status",
-        tags=["operations"],
-        responses={200: shapes.JOB_STATUS.ref, **refusals(401, 403, 404)},
-    )
+    tag = "operations"
+
+    @describe("backends_job_status", "Show an operation's raw status", shapes.JOB_STATUS, refused=(404,))
     def get(self, request: Request, uid: str) -> Response:
         """The same as the job, in the words of the reference's status, with bytes and file (§3.9)."""
         return Response(status_of(find_operation(uid)))
@@ -116,14 +107,10 @@ class ModelJobStatusView(JobStatusView):
 class BackendJobsView(APIView):
     """`/backends/jobs`."""
 
+    tag = "operations"
     subject = "backend"
 
-    @extend_schema(
-        operation_id="backends_jobs",
-        summary="List raw statuses",
-        tags=["operations"],
-        responses={200: mapping(shapes.JOB_STATUS.ref), **refusals(401, 403)},
-    )
+    @describe("backends_jobs", "List raw statuses", mapping(shapes.JOB_STATUS.ref))
     def get(self, request: Request) -> Response:
         """By id, the newest 500 operations that are active or have ended within the last hour."""
         of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - JOB_RETENTION)
@@ -144,39 +131,30 @@ def status_of(operation: Operation) -> dict[str, Any]:
     parts = list(operation.targets.all())
     total, current = operation.total_bytes, operation.current_bytes
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
-    return shapes.JOB_STATUS.of(
+    return shapes.JOB_STATUS.of_object(
+        operation,
         deletion=feed.facts_of(operation).is_deletion,
         file_name=next(filter(None, under_way), ""),
         processed=operation.status in TERMINAL,
-        message=operation.message,
-        progress=operation.progress,
         file_size=human_bytes(total) if total else "",
         downloaded_size=human_bytes(current) if current else "",
         gallery_element_name=operation.element,
         cancelled=operation.status == Status.CANCELLED,
-        cancellable=operation.cancellable,
-        error=operation.error,
-        phase=operation.phase,
         current_bytes=current,
         total_bytes=total,
         nodes=[feed.target_as_dict(part) for part in parts],
     )
 
 
-class DismissView(APIView):
+class DismissView(OperationRoute):
     """`/api/operations/:jobID/dismiss`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="operations_dismiss",
-        summary="Dismiss a failed operation",
-        tags=["operations"],
-        request=shapes.DismissSerializer,
-        responses={
-            200: shapes.DoneSerializer,
-            **flat_refusals(400, 404, 409),
-        },
+    @describe(
+        "operations_dismiss",
+        "Dismiss a failed operation",
+        shapes.DoneSerializer,
+        refused=(400, 404, 409),
+        body=shapes.DismissSerializer,
     )
     def post(self, request: Request, job_id: str) -> Response:
         """Removes a failure from the live list for all users; its record stays (O52).
@@ -198,52 +176,32 @@ def live_entries() -> list[dict[str, Any]]:
     return entries
 
 
-def read_entry(id: UUID) -> dict[str, Any] | None:
-    """Return the operation in wire form, active or ended; None if there is no record."""
-    row = Operation.objects.filter(pk=id).prefetch_related("targets").first()
-    if row is None:
-        return None
-    entry = feed.as_dict(row, row.targets.all())
+def as_entry(operation: Operation) -> dict[str, Any]:
+    """Return the operation in wire form, active or ended."""
+    entry = feed.as_dict(operation, operation.targets.all())
     kinds.hooks().annotate([entry], now=clock.now())
     return entry
 
 
-class OperationsView(APIView):
+def read_entry(id: UUID) -> dict[str, Any] | None:
+    """Return the operation with this id in wire form; None if there is no record."""
+    row = Operation.objects.filter(pk=id).first()
+    return as_entry(row) if row is not None else None
+
+
+class OperationsView(OperationRoute):
     """`/api/operations`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="operations_list",
-        summary="List operations",
-        tags=["operations"],
-        responses={200: shapes.OPERATIONS.ref, **flat_refusals()},
-    )
+    @describe("operations_list", "List operations", shapes.OPERATIONS)
     def get(self, request: Request) -> Response:
         """Waiting and running operations, and failures not dismissed yet; least progress first."""
         return Response({"operations": live_entries()})
 
 
-class OperationView(APIView):
+class OperationView(OperationRoute):
     """`/api/operations/:jobID`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="operations_retrieve",
-        summary="Show one operation",
-        tags=["operations"],
-        responses={
-            200: feed.OPERATION.ref,
-            **flat_refusals(404),
-        },
-    )
+    @describe("operations_retrieve", "Show one operation", feed.OPERATION, refused=(404,))
     def get(self, request: Request, job_id: str) -> Response:
         """The operation with its parts, also after its end, for as long as its record exists."""
-        try:
-            entry = read_entry(UUID(job_id))
-        except ValueError:
-            entry = None
-        if entry is None:
-            raise errors.NotFound(admission.NO_SUCH_OPERATION)
-        return Response(entry)
+        return Response(as_entry(find_operation(job_id)))

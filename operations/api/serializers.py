@@ -8,6 +8,7 @@ from rest_framework.request import Request
 
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit.logs import request_id
+from localai_cluster.web.envelopes import FlatView
 from localai_cluster.web.rest import NullIsAbsent, Text
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, UUID, Shape, field
 from operations.changes.feed import FIELDS, INTEGER, OPERATION, TARGET
@@ -84,17 +85,19 @@ JOB_STATUS = Shape(
 )
 
 
+class OperationRoute(FlatView):
+    """Base of routes of operations."""
+
+    tag = "operations"
+
+
 MAX_NODES = 2000
+JOB_FIELDS = [field("jobID", UUID), field("statusUrl", TEXT), field("message", TEXT)]
+DEDUPLICATED = field("deduplicated", FLAG, optional=True)
 STARTED = Shape(
     "Started",
     "An operation was admitted; `statusUrl` tells how it goes.",
-    [
-        field("jobID", UUID),
-        field("uuid", UUID, "The same."),
-        field("statusUrl", TEXT),
-        field("message", TEXT),
-        field("deduplicated", FLAG, optional=True),
-    ],
+    [*JOB_FIELDS, field("uuid", UUID, "The same."), DEDUPLICATED],
 )
 
 

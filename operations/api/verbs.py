@@ -3,17 +3,17 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.web.openapi import View, extend_schema, flat_refusals
+from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from operations import targets
 from operations.api.jobs import find_operation
@@ -22,6 +22,7 @@ from operations.api.serializers import (
     CommandTexts,
     DoneSerializer,
     NodesSerializer,
+    OperationRoute,
     requester_of,
     started_body,
 )
@@ -35,20 +36,8 @@ MAX_REASONS = 20
 RETRY_TEXTS = CommandTexts("started again", "tried at once")
 
 
-def describe_verb(
-    name: str,
-    summary: str,
-    body: type[serializers.Serializer[Any]] | None = None,
-    answer: Any = DoneSerializer,
-) -> Callable[[View], View]:
-    """Describe one verb in the API document."""
-    return extend_schema(
-        operation_id=f"operations_{name}",
-        summary=summary,
-        tags=["operations"],
-        request=body,
-        responses={200: answer, **flat_refusals(400, 404, 409, 413)},
-    )
+describe_verb = partial(describe, answer=DoneSerializer, refused=(400, 404, 409, 413))
+"""Describes one verb in the API document."""
 
 
 def cancel_operation(operation: Operation, *, actor: str) -> Operation:
@@ -91,12 +80,10 @@ def retry_operation(
     return admission.require(outcome)
 
 
-class CancelView(APIView):
+class CancelView(OperationRoute):
     """`/api/operations/:jobID/cancel`."""
 
-    envelope = "flat"
-
-    @describe_verb("cancel", "Cancel an operation")
+    @describe_verb("operations_cancel", "Cancel an operation")
     def post(self, request: Request, job_id: str) -> Response:
         """Ends it for good. Workers that run it are requested to stop; each target has its outcome.
 
@@ -106,12 +93,10 @@ class CancelView(APIView):
         return Response({"success": True, "message": cancellation_text(cancelled)})
 
 
-class CancelPartView(APIView):
+class CancelPartView(OperationRoute):
     """`/api/operations/:jobID/nodes/:node_id/cancel`."""
 
-    envelope = "flat"
-
-    @describe_verb("cancel_part", "Cancel an operation on one node")
+    @describe_verb("operations_cancel_part", "Cancel an operation on one node")
     def post(self, request: Request, job_id: str, node_id: str) -> Response:
         """Ends the part on this node for good; the other nodes go on. An upgrade in waves asks after it."""
         operation = find_operation(job_id)
@@ -123,12 +108,10 @@ class CancelPartView(APIView):
         return Response({"success": True, "message": f"cancelled on {name}"})
 
 
-class PauseView(APIView):
+class PauseView(OperationRoute):
     """`/api/operations/:jobID/pause`."""
 
-    envelope = "flat"
-
-    @describe_verb("pause", "Pause an operation")
+    @describe_verb("operations_pause", "Pause an operation")
     def post(self, request: Request, job_id: str) -> Response:
         """Refused for every operation: none can resume from where it stopped (O59)."""
         operation = find_operation(job_id)
@@ -137,12 +120,10 @@ class PauseView(APIView):
         )
 
 
-class RetryView(APIView):
+class RetryView(OperationRoute):
     """`/api/operations/:jobID/retry`."""
 
-    envelope = "flat"
-
-    @describe_verb("retry", "Try an operation again", NodesSerializer, answer=STARTED.ref)
+    @describe_verb("operations_retry", "Try an operation again", answer=STARTED, body=NodesSerializer)
     def post(self, request: Request, job_id: str) -> Response:
         """Asks again for what failed, with the same request. What still waits is tried at once."""
         operation, asked = find_operation(job_id), requester_of(request)
@@ -264,17 +245,15 @@ _VERBS: Mapping[str, Callable[[Sequence[Operation], admission.Requester], Refusa
 }
 
 
-class BulkOperationsView(APIView):
+class BulkOperationsView(OperationRoute):
     """`/api/operations/bulk`."""
 
-    envelope = "flat"
-
-    @extend_schema(
-        operation_id="operations_bulk",
-        summary="Cancel, dismiss or retry many operations",
-        tags=["operations"],
-        request=BulkOperationsSerializer,
-        responses={200: OperationCountsSerializer, **flat_refusals(400, 413)},
+    @describe(
+        "operations_bulk",
+        "Cancel, dismiss or retry many operations",
+        OperationCountsSerializer,
+        refused=(400, 413),
+        body=BulkOperationsSerializer,
     )
     def post(self, request: Request) -> Response:
         """Runs the verb on each operation and returns the counts. Repeating it does no harm."""

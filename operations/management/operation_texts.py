@@ -8,14 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from localai_cluster.accounts.command_line import (
-    EMPTY_CELL,
-    SHORT_ID,
-    format_age,
-    format_table,
-    format_time,
-    printable,
-)
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import Columns
+from localai_cluster.kit import clock
 from localai_cluster.kit.quantities import counted
 from operations.models import Status, TargetStatus
 
@@ -24,9 +19,6 @@ Entry = Mapping[str, Any]
 Part = Mapping[str, Any]
 """A target: an element of an operation's `nodes`."""
 
-_LIST = ("ID", "WHAT", "OF", "WHERE", "STATE", "DONE", "BY", "AGE", "SAYS")
-_RECORD = ("ID", "WHAT", "OF", "WHERE", "OUTCOME", "BY", "ENDED", "SAYS")
-_PARTS = ("NODE", "STATE", "DONE", "BYTES", "ATTEMPTS", "SAYS")
 _MAX_LENGTH = 80
 _STATES = {
     Status.PENDING: "queued",
@@ -38,7 +30,7 @@ _PART_STATES = {TargetStatus.SUCCESS: "done", TargetStatus.ERROR: "failed"}
 
 def short_id(entry: Entry) -> str:
     """Return the short form of the operation's id."""
-    return str(entry["jobID"])[:SHORT_ID]
+    return str(entry["jobID"])[: command_line.SHORT_ID]
 
 
 def target_state(part: Part) -> str:
@@ -60,14 +52,16 @@ def target_reason(part: Part) -> str:
     waits = "" if part.get("attempts") else wait(part)
     said = part.get("error") or waits or part.get("reason") or file or ""
     at = part.get("nextLookAt") if part["status"] == TargetStatus.QUEUED and part.get("attempts") else None
-    return printable(f"{said} (next attempt {format_time(datetime.fromisoformat(at))})" if at else said)
+    return command_line.printable(
+        f"{said} (next attempt {command_line.format_time(datetime.fromisoformat(at))})" if at else said
+    )
 
 
 def wait(entry: Entry | Part) -> str:
     """Return the reason and the start of a wait; "" if unknown."""
     since = entry.get("waitsSince")
     said = str(entry.get("waitsFor", ""))
-    return f"{said} since {format_time(datetime.fromisoformat(since))}" if since else said
+    return f"{said} since {command_line.format_time(datetime.fromisoformat(since))}" if since else said
 
 
 def target_size(part: Part) -> str:
@@ -82,52 +76,12 @@ def target_line(part: Part) -> str:
     done = f" {part['percentage']:.0f} %" if part["status"] == TargetStatus.DOWNLOADING else ""
     measured = f" ({target_size(part)})" if done and target_size(part) else ""
     said = f": {target_reason(part)}" if target_reason(part) else ""
-    return f"{printable(part['node_name'])}: {target_state(part)}{done}{measured}{said}"
-
-
-def operations_text(entries: Sequence[Entry], now: datetime, *, none: str) -> str:
-    """Return the list of operations, one operation per line."""
-    return format_table(_LIST, [_operation_cells(entry, now) for entry in entries]) if entries else none
-
-
-def history_text(entries: Sequence[Entry], cursor: str) -> str:
-    """Return a page of the history, one operation per line, and the command for the next page."""
-    if not entries:
-        return "nothing has ended that matches"
-    listed = format_table(_RECORD, [_history_cells(entry) for entry in entries])
-    return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
-
-
-def _history_cells(entry: Entry) -> tuple[str, ...]:
-    return (
-        short_id(entry),
-        kind_text(entry),
-        entry["fullName"],
-        node_text(entry),
-        entry["outcome"],
-        entry["actor"],
-        format_time(datetime.fromisoformat(entry["finishedAt"])),
-        _note_text(entry),
-    )
+    return f"{command_line.printable(part['node_name'])}: {target_state(part)}{done}{measured}{said}"
 
 
 def _note_text(entry: Entry) -> str:
     said = str(entry.get("error") or wait(entry) or entry["message"])
     return said if len(said) <= _MAX_LENGTH else f"{said[: _MAX_LENGTH - 1]}…"
-
-
-def _operation_cells(entry: Entry, now: datetime) -> tuple[str, ...]:
-    return (
-        short_id(entry),
-        kind_text(entry),
-        entry["id"],
-        node_text(entry),
-        _status(entry),
-        f"{entry['progress']} %",
-        entry["actor"],
-        format_age(entry["createdAt"], now),
-        _note_text(entry),
-    )
 
 
 def _status(entry: Entry) -> str:
@@ -148,23 +102,57 @@ def node_text(entry: Entry) -> str:
     return str(entry.get("nodeName") or next(iter(names), ""))
 
 
+_LIST: Columns = {
+    "ID": short_id,
+    "WHAT": kind_text,
+    "OF": "id",
+    "WHERE": node_text,
+    "STATE": _status,
+    "DONE": lambda entry: f"{entry['progress']} %",
+    "BY": "actor",
+    "AGE": lambda entry: command_line.format_age(entry["createdAt"], clock.now()),
+    "SAYS": _note_text,
+}
+_RECORD: Columns = {
+    "ID": short_id,
+    "WHAT": kind_text,
+    "OF": "fullName",
+    "WHERE": node_text,
+    "OUTCOME": "outcome",
+    "BY": "actor",
+    "ENDED": lambda entry: command_line.format_time(datetime.fromisoformat(entry["finishedAt"])),
+    "SAYS": _note_text,
+}
+_PARTS: Columns = {
+    "NODE": "node_name",
+    "STATE": target_state,
+    "DONE": lambda part: f"{part['percentage']:.0f} %",
+    "BYTES": target_size,
+    "ATTEMPTS": "attempts",
+    "SAYS": target_reason,
+}
+
+
+def operations_text(entries: Sequence[Entry], *, none: str) -> str:
+    """Return the list of operations, one operation per line."""
+    return command_line.format_table(_LIST, entries) if entries else none
+
+
+def history_text(entries: Sequence[Entry], cursor: str) -> str:
+    """Return a page of the history, one operation per line, and the command for the next page."""
+    if not entries:
+        return "nothing has ended that matches"
+    listed = command_line.format_table(_RECORD, entries)
+    return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
+
+
 def operation_text(entry: Entry) -> str:
     """Return the text of one operation: its details, then its targets."""
     facts = [(name, text) for name, text in _facts(entry) if text]
     width = max(len(name) for name, _ in facts)
-    lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
-    parts = [
-        (
-            part["node_name"],
-            target_state(part),
-            f"{part['percentage']:.0f} %",
-            target_size(part),
-            str(part.get("attempts", "")),
-            target_reason(part),
-        )
-        for part in entry.get("nodes", ())
-    ]
-    return "\n".join([*lines, "", format_table(_PARTS, parts)] if parts else lines)
+    lines = [f"{name.ljust(width)}  {command_line.printable(text)}" for name, text in facts]
+    parts = entry.get("nodes", ())
+    return "\n".join([*lines, "", command_line.format_table(_PARTS, parts)] if parts else lines)
 
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
@@ -192,7 +180,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("gives up", "givesUpAt"),
         ("dismissed", "dismissedAt"),
     ):
-        yield name, format_time(datetime.fromisoformat(entry[key])) if entry.get(key) else ""
+        yield name, command_line.format_time(datetime.fromisoformat(entry[key])) if entry.get(key) else ""
     yield "dismissed by", entry.get("dismissedBy", "")
     yield "comment", entry.get("dismissedComment", "")
 
@@ -202,4 +190,4 @@ def state_counts(parts: Sequence[Part]) -> str:
     found: dict[str, int] = {}
     for part in parts:
         found[target_state(part)] = found.get(target_state(part), 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in found.items()) or EMPTY_CELL
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or command_line.EMPTY_CELL

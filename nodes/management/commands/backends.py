@@ -11,16 +11,8 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 from rest_framework import serializers
 
-from localai_cluster.accounts.command_line import (
-    AddVerb,
-    Options,
-    VerbCommand,
-    as_json,
-    confirm,
-    current_actor,
-    format_table,
-    printable,
-)
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import errors
 from nodes.api.cluster_backends import (
     ExternalSerializer,
@@ -31,14 +23,13 @@ from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, select_all_nodes
-from nodes.backends.installed import InstalledBackend, Upgrade
+from nodes.backends.installed import Upgrade
 from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
 from operations.api.serializers import NodesSerializer, started_body
 from operations.ledger.admission import Requester
 from operations.management import following
 
-_LIST = ("NAME", "VERSION", "DIGEST", "NODES", "OTHER BUILD ON", "UPGRADE")
 _DIGEST_SHOWN = len("sha256:") + 12
 
 
@@ -58,7 +49,7 @@ class Command(VerbCommand):
         """Return the refusal with the name of the option in place of the body's field."""
         if refusal.field == "last_replicas" and (models := refusal.data.get("last_replicas")):
             options = " ".join(f"--confirm-last {model}" for model in models)
-            return printable(
+            return command_line.printable(
                 f"the upgrade would stop the last replica of {', '.join(models)}; confirm with {options}"
             )
         if refusal.data.get("code") == "concrete_backend_requires_target":
@@ -119,25 +110,22 @@ def list_backends(options: Options) -> str:
         backend for backend in picture.backends if not options["upgrades"] or backend.name in picture.upgrades
     ]
     if options["json"]:
-        return as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
-    rows = [_backend_cells(backend, picture.upgrades.get(backend.name)) for backend in backends]
-    return format_table(_LIST, rows) if rows else "no backends"
+        return command_line.as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
+    columns: Columns = {
+        "NAME": "name",
+        "VERSION": lambda backend: "system" if backend.is_system else backend.majority.version,
+        "DIGEST": lambda backend: backend.majority.digest[:_DIGEST_SHOWN],
+        "NODES": lambda backend: len(backend.places),
+        "OTHER BUILD ON": lambda backend: ", ".join(place.node["node_name"] for place in backend.drifted),
+        "UPGRADE": lambda backend: _upgrade_text(picture.upgrades.get(backend.name)),
+    }
+    return command_line.format_table(columns, backends) if backends else "no backends"
 
 
-def _backend_cells(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]:
-    build = backend.majority
-    return (
-        backend.name,
-        "system" if backend.is_system else build.version,
-        build.digest[:_DIGEST_SHOWN],
-        str(len(backend.places)),
-        ", ".join(str(place.node["node_name"]) for place in backend.drifted),
-        _upgrade_text(upgrade) if upgrade else "",
-    )
-
-
-def _upgrade_text(upgrade: Upgrade) -> str:
+def _upgrade_text(upgrade: Upgrade | None) -> str:
     """Return the version, else the digest, else a text that the builds of the nodes differ."""
+    if upgrade is None:
+        return ""
     return upgrade.available_version or upgrade.available_digest[:_DIGEST_SHOWN] or "available"
 
 
@@ -204,7 +192,7 @@ def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -
         question += f" This stops {replicas}; requests in flight: {sum(busy for *_, busy in stopped)}."
     if pending := intents.count_pending_by_backend().get(request.backend.lower()):
         question += f" Operations pending on it: {pending}."
-    confirm(f"{verb} {request.backend}", question)
+    command_line.confirm(f"{verb} {request.backend}", question)
 
 
 def _selected_nodes(options: Options) -> list[BackendNode]:
@@ -235,7 +223,7 @@ def _first_problem(errors_by_field: Any) -> str:
 
 def _run_operation(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:
     """Create or join the operation, and follow it to its end."""
-    result = admit_command(RequestScope((), by=Requester(str(current_actor()))), request, fields)
+    result = admit_command(RequestScope((), by=Requester(str(command_line.current_actor()))), request, fields)
     body, id = started_body(result, COMMAND_TEXTS[request.kind]), result.operation.id
     if not options["detach"] and not options["json"]:
         options["out"].write(f"{body['message']}: operation {id}")

@@ -6,27 +6,17 @@ import shlex
 import subprocess
 import tempfile
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from localai_cluster.accounts.command_line import (
-    AddVerb,
-    Options,
-    VerbCommand,
-    as_json,
-    current_actor,
-    format_age,
-    format_table,
-    printable,
-)
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import Row
 from nodes.api import definition_entries
-from nodes.api.definition_entries import DefinitionEntry
 from nodes.api.definition_shapes import STATES
 from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_FILE_BYTES
@@ -38,10 +28,36 @@ from nodes.sources import inspection
 from operations.ledger.admission import Requester
 from operations.management import following
 
-_LIST = ("NAME", "BACKEND", "MODEL", "ORIGIN", "STATE", "REVISION", "CHANGED", "BY")
-_VARIANTS = ("VARIANT", "SIZE", "CONTEXT", "FITS", "")
-_CANDIDATES = ("ADD", "KIND", "DESCRIPTION")
-_HISTORY = ("REVISION", "CHANGED", "BY", "ORIGIN", "REASON")
+_LIST: Columns = {
+    "NAME": "name",
+    "BACKEND": "backend",
+    "MODEL": "model",
+    "ORIGIN": "origin",
+    "STATE": "state",
+    "REVISION": lambda row: row["revision"] or "",
+    "CHANGED": lambda row: command_line.format_age(row["updated_at"].isoformat(), clock.now()),
+    "BY": "actor",
+}
+_FITS = {True: "yes", False: "no", None: "unknown"}
+_VARIANTS: Columns = {
+    "VARIANT": "id",
+    "SIZE": lambda variant: human_bytes(variant["size"]) if variant["size"] else "unknown",
+    "CONTEXT": lambda variant: variant["context_size"] or "",
+    "FITS": lambda variant: _FITS[variant["fit"]["fits"]],
+    "": lambda variant: "recommended" if variant["recommended"] else "",
+}
+_CANDIDATES: Columns = {
+    "ADD": "text",
+    "KIND": "kind",
+    "DESCRIPTION": lambda candidate: candidate["description"][:60],
+}
+_HISTORY: Columns = {
+    "REVISION": "number",
+    "CHANGED": lambda revision: command_line.format_age(revision.at.isoformat(), clock.now()),
+    "BY": "actor",
+    "ORIGIN": "origin",
+    "REASON": "reason",
+}
 EDITOR = "EDITOR"
 """Environment variable that names the editor for `edit`."""
 
@@ -123,43 +139,20 @@ def list_models(options: Options) -> str:
     rows = definition_entries.summaries_of(entries)
     unusable = definition_entries.read_unusable_rows()
     if options["json"]:
-        return as_json({"definitions": rows, "unusable": unusable})
-    lines = (
-        [
-            format_table(
-                _LIST, [_definition_cells(entry, row) for entry, row in zip(entries, rows, strict=True)]
-            )
-        ]
-        if rows
-        else []
-    )
+        return command_line.as_json({"definitions": rows, "unusable": unusable})
+    lines = [command_line.format_table(_LIST, rows)] if rows else []
     lines += [
-        f"unusable: {printable(row['file'] or row['name'])}: {printable(row['error'])}" for row in unusable
+        command_line.printable(f"unusable: {row['file'] or row['name']}: {row['error']}") for row in unusable
     ]
     return "\n".join(lines) or "no definitions"
-
-
-def _definition_cells(entry: DefinitionEntry, row: Mapping[str, Any]) -> tuple[str, ...]:
-    changed = format_age(entry.updated_at.isoformat(), clock.now())
-    revision = str(row["revision"]) if row["revision"] else ""
-    return (
-        row["name"],
-        row["backend"],
-        row["model"],
-        row["origin"],
-        row["state"],
-        revision,
-        changed,
-        row["actor"],
-    )
 
 
 def show(options: Options) -> str:
     row = definition_entries.definition_detail(options["model"])
     if options["json"]:
-        return as_json(row)
+        return command_line.as_json(row)
     notes = [f"# the file {row['file']} defines this model and stays in force"] if row["shadowed"] else []
-    notes += [f"# {printable(text)}" for text in (*row["warnings"], row["error"]) if text]
+    notes += [f"# {command_line.printable(text)}" for text in (*row["warnings"], row["error"]) if text]
     return "\n".join([*notes, str(row["text"]).rstrip()])
 
 
@@ -178,7 +171,7 @@ def edit_model(options: Options) -> str:
             name,
             text,
             origin=DefinitionOrigin.EDITOR,
-            actor=str(current_actor()),
+            actor=str(command_line.current_actor()),
             reason=options["reason"],
             expected_revision=row.revision if row is not None else 0,
             now=clock.now(),
@@ -224,7 +217,7 @@ def _saved_text(options: Options, done: str) -> str:
     """Return the text or JSON of the saved definition."""
     row = definition_entries.definition_detail(options["model"])
     if options["json"]:
-        return as_json(row)
+        return command_line.as_json(row)
     shadowed = f"; the file {row['file']} stays in force" if row["shadowed"] else ""
     return f"{options['model']}: {done}{shadowed}"
 
@@ -232,7 +225,7 @@ def _saved_text(options: Options, done: str) -> str:
 def remove(options: Options) -> str:
     """Request the deletion, and follow it to its end."""
     name = options["model"]
-    request = RemovalRequest(name, Requester(str(current_actor())), options["files"])
+    request = RemovalRequest(name, Requester(str(command_line.current_actor())), options["files"])
     admission = definition_removal.request_removal(request, now=clock.now())
     job = admission.operation.id
     return following.follow_unless_detached(options, job, name, {"jobID": str(job)})
@@ -256,14 +249,12 @@ def show_history(options: Options) -> str:
     if options["json"]:
         columns = ("number", "actor", "at", "reason", "origin")
         rows = [{name: getattr(revision, name) for name in columns} for revision in revisions]
-        return as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
-    now = clock.now()
-    lines = [
-        (str(row.number), format_age(row.at.isoformat(), now), row.actor, row.origin, row.reason)
-        for row in revisions
-    ]
+        return command_line.as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
     return "\n\n".join(
-        [format_table(_HISTORY, lines), *("\n".join(map(printable, diff.splitlines())) for diff in diffs)]
+        [
+            command_line.format_table(_HISTORY, revisions),
+            *("\n".join(map(command_line.printable, diff.splitlines())) for diff in diffs),
+        ]
     )
 
 
@@ -271,7 +262,7 @@ def restore(options: Options) -> str:
     saved = store.restore(
         options["model"],
         options["revision"],
-        actor=str(current_actor()),
+        actor=str(command_line.current_actor()),
         origin=DefinitionOrigin.EDITOR,
         now=clock.now(),
     )
@@ -282,35 +273,28 @@ def add_model(options: Options) -> str:
     """Show the models that the text names, or import one and follow the import to its end."""
     if options["show"]:
         found = inspection.inspect(options["text"], clock.now())
-        return as_json(found) if options["json"] else _inspection_text(found)
+        return command_line.as_json(found) if options["json"] else _inspection_text(found)
     plan = inspection.plan_import(
         options["text"], variant=options["variant"], name=options["name"], now=clock.now()
     )
     if inspection.is_defined(plan.name):
         raise errors.Conflict(f"a model {plan.name} is defined: choose another name with --name, or edit it")
     admission = request_import(
-        plan, by=Requester(str(current_actor())), now=clock.now(), load=options["load"]
+        plan, by=Requester(str(command_line.current_actor())), now=clock.now(), load=options["load"]
     )
     job = admission.operation.id
     return following.follow_unless_detached(options, job, plan.name, {"jobID": str(job), "model": plan.name})
 
 
 def _inspection_text(found: Row) -> str:
-    lines = [printable(f"{found['title']} ({found['kind']})")]
-    lines += [printable(f"{name}: {found[name]}") for name in ("licence", "commit", "problem") if found[name]]
+    lines = [command_line.printable(f"{found['title']} ({found['kind']})")]
+    lines += [
+        command_line.printable(f"{name}: {found[name]}")
+        for name in ("licence", "commit", "problem")
+        if found[name]
+    ]
     if found["variants"]:
-        lines.append(format_table(_VARIANTS, [_variant_cells(variant) for variant in found["variants"]]))
+        lines.append(command_line.format_table(_VARIANTS, found["variants"]))
     if found["candidates"]:
-        rows = [
-            (candidate["text"], candidate["kind"], candidate["description"][:60])
-            for candidate in found["candidates"]
-        ]
-        lines.append(format_table(_CANDIDATES, rows))
+        lines.append(command_line.format_table(_CANDIDATES, found["candidates"]))
     return "\n".join(lines)
-
-
-def _variant_cells(variant: Row) -> tuple[str, ...]:
-    fits = {True: "yes", False: "no", None: "unknown"}[variant["fit"]["fits"]]
-    size = human_bytes(variant["size"]) if variant["size"] else "unknown"
-    context = str(variant["context_size"] or "")
-    return variant["id"], size, context, fits, "recommended" if variant["recommended"] else ""

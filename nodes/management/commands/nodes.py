@@ -10,21 +10,8 @@ from django.core.management.base import CommandError, CommandParser
 from django.http import QueryDict
 
 from localai_cluster import join_script
-from localai_cluster.accounts.command_line import (
-    EMPTY_CELL,
-    SHORT_ID,
-    AddVerb,
-    Options,
-    VerbCommand,
-    as_json,
-    confirm,
-    current_actor,
-    format_age,
-    format_table,
-    format_time,
-    printable,
-    verb_adder,
-)
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.kit.env import parse_duration
 from localai_cluster.kit.quantities import human_bytes
@@ -41,31 +28,6 @@ from nodes.replicas import unload_requests
 from operations.ledger.admission import Requester
 
 _SIZES = ("vram", "ram", "disk", "bytes")
-_LIST = (
-    "NAME",
-    "STATUS",
-    "TYPE",
-    "ADDRESS",
-    "GPU",
-    "FREE VRAM",
-    "MODELS",
-    "BUSY",
-    "LAST SEEN",
-    "NOTES",
-    "ID",
-)
-_CLAIMS = (
-    "CONFLICT",
-    "NODE",
-    "STATE",
-    "WHAT",
-    "FROM",
-    "ADVERTISES",
-    "NODE ADDRESS",
-    "ATTEMPTS",
-    "LAST",
-    "CLAIMS",
-)
 _FACT = {"at", "by", "reason"}
 _TIMES = {
     name
@@ -76,26 +38,10 @@ _TIMES = {
 """Keys of a node whose values are times."""
 
 
-def nodes_text(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
-    """Return one line per node."""
-    return format_table(_LIST, [_node_cells(row, now) for row in rows]) if rows else "no nodes"
-
-
-def _node_cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
-    vram = f"{human_bytes(row['available_vram'])} of {human_bytes(row['total_vram'])}"
-    return (
-        row["name"],
-        row["status"],
-        row["node_type"],
-        row["address"],
-        row["gpu_vendor"],
-        vram if row["total_vram"] else "",
-        str(row["model_count"]),
-        str(row["in_flight_count"]),
-        format_age(row["last_heartbeat"], now),
-        ", ".join(_notes(row)),
-        str(row["id"])[:SHORT_ID],
-    )
+def _free_vram(row: Mapping[str, Any]) -> str:
+    if not row["total_vram"]:
+        return ""
+    return f"{human_bytes(row['available_vram'])} of {human_bytes(row['total_vram'])}"
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[str]:
@@ -108,15 +54,30 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"conflicts: {claims}"
 
 
+_LIST: Columns = {
+    "NAME": "name",
+    "STATUS": "status",
+    "TYPE": "node_type",
+    "ADDRESS": "address",
+    "GPU": "gpu_vendor",
+    "FREE VRAM": _free_vram,
+    "MODELS": "model_count",
+    "BUSY": "in_flight_count",
+    "LAST SEEN": lambda row: command_line.format_age(row["last_heartbeat"], clock.now()),
+    "NOTES": lambda row: ", ".join(_notes(row)),
+    "ID": lambda row: str(row["id"])[: command_line.SHORT_ID],
+}
+
+
 def node_text(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
     """Return the details of a node, then its latest events."""
     labels = sorted(row["labels"].items())
     plain = {name: value for name, value in row.items() if name not in ("labels", "open_conflicts")}
     facts = [(name, text) for name, text in _flatten(plain, "") if text]
-    facts += [(f"label {key}", text or EMPTY_CELL) for key, text in labels]
+    facts += [(f"label {key}", text or command_line.EMPTY_CELL) for key, text in labels]
     width = max(len(name) for name, _ in facts)
-    lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
-    return "\n".join([*lines, "", _events_text(events)])
+    lines = [f"{name.ljust(width)}  {command_line.printable(text)}" for name, text in facts]
+    return "\n".join([*lines, "", command_line.format_table(_EVENTS, events)])
 
 
 def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -136,14 +97,15 @@ def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 def _format_fact(value: Mapping[str, Any]) -> str:
     reason = f": {value['reason']}" if value["reason"] else ""
-    return f"{format_time(datetime.fromisoformat(value['at']))} by {value['by'] or 'unknown'}{reason}"
+    at = command_line.format_time(datetime.fromisoformat(value["at"]))
+    return f"{at} by {value['by'] or 'unknown'}{reason}"
 
 
 def _format_value(name: str, value: Any) -> str:
     if value is None or value == ZERO_TIME:
         return ""
     if name in _TIMES:
-        return format_time(datetime.fromisoformat(value))
+        return command_line.format_time(datetime.fromisoformat(value))
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):
@@ -152,36 +114,48 @@ def _format_value(name: str, value: Any) -> str:
     return str(value)
 
 
-def _events_text(events: Sequence[NodeEvent]) -> str:
-    rows = [(format_time(row.at), row.kind, _status_change(row), row.actor, row.cause) for row in events]
-    return format_table(("TIME", "EVENT", "STATUS", "ACTOR", "REASON"), rows)
-
-
 def _status_change(event: NodeEvent) -> str:
     if event.status_before == event.status_after:
         return event.status_after
     return f"{event.status_before} -> {event.status_after}"
 
 
-def _conflict_cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
-    proof = row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
-    return (
-        str(row["id"])[:SHORT_ID],
-        row["node_name"],
-        row["state"],
-        row["kind"],
-        row["source_address"],
-        row.get("advertised_address", ""),
-        row["node_source_address"],
-        str(row["count"]),
-        format_age(row["last_at"], now),
-        proof or "",
-    )
+_EVENTS: Columns = {
+    "TIME": lambda event: command_line.format_time(event.at),
+    "EVENT": "kind",
+    "STATUS": _status_change,
+    "ACTOR": "actor",
+    "REASON": "cause",
+}
 
 
+def _claimed_proof(row: Mapping[str, Any]) -> str | None:
+    return row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
+
+
+_CLAIMS: Columns = {
+    "CONFLICT": lambda row: str(row["id"])[: command_line.SHORT_ID],
+    "NODE": "node_name",
+    "STATE": "state",
+    "WHAT": "kind",
+    "FROM": "source_address",
+    "ADVERTISES": "advertised_address",
+    "NODE ADDRESS": "node_source_address",
+    "ATTEMPTS": "count",
+    "LAST": lambda row: command_line.format_age(row["last_at"], clock.now()),
+    "CLAIMS": _claimed_proof,
+}
 EVENTS_SHOWN = 10
 TOKENS_SHOWN = 100
-_TOKEN_HEADS = ("ID", "STATE", "USES", "EXPIRES", "MADE BY", "LAST USED BY", "NOTE")
+_TOKENS: Columns = {
+    "ID": lambda row: str(row["id"])[: command_line.SHORT_ID],
+    "STATE": "state",
+    "USES": lambda row: f"{row['uses']} of {row['max_uses']}",
+    "EXPIRES": lambda row: command_line.format_time(row["expires_at"]),
+    "MADE BY": "created_by",
+    "LAST USED BY": "last_used_by",
+    "NOTE": "note",
+}
 
 
 class PartialFailure(CommandError):
@@ -260,7 +234,7 @@ def _add_join_token_verbs(add: AddVerb) -> None:
     parser = add(
         "join-token", list_join_tokens, "Make, list or revoke the tokens that other machines join with."
     )
-    add_verb = verb_adder(parser, "token_verb", "make|list|revoke")
+    add_verb = command_line.verb_adder(parser, "token_verb", "make|list|revoke")
     maker = add_verb(
         "make", make_join_token, "Make a join token and print the line to run on the other machine."
     )
@@ -292,7 +266,9 @@ def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     query = {name: options[name] for name in filters if options[name] is not None}
     rows = node_rows.list_rows(listing.parse_node_query(QueryDict(urlencode(query, doseq=True))).nodes)
-    return as_json(rows) if options["json"] else nodes_text(rows, clock.now())
+    if options["json"]:
+        return command_line.as_json(rows)
+    return command_line.format_table(_LIST, rows) if rows else "no nodes"
 
 
 def show(options: Options) -> str:
@@ -301,7 +277,7 @@ def show(options: Options) -> str:
     if row is None:
         raise errors.NotFound(f"the node {node.name!r} has just been removed")
     if options["json"]:
-        return as_json(row)
+        return command_line.as_json(row)
     events = NodeEvent.objects.filter(node_id=node.id).order_by("-id")[:EVENTS_SHOWN]
     return node_text(row, list(events))
 
@@ -315,13 +291,8 @@ def list_conflicts(options: Options) -> str:
         rows = rows.filter(state=NodeConflict.State.OPEN)
     conflicts = CONFLICT.rows(rows)
     if options["json"]:
-        return as_json(conflicts)
-    now = clock.now()
-    return (
-        format_table(_CLAIMS, [_conflict_cells(row, now) for row in conflicts])
-        if conflicts
-        else "no conflicts"
-    )
+        return command_line.as_json(conflicts)
+    return command_line.format_table(_CLAIMS, conflicts) if conflicts else "no conflicts"
 
 
 def approve(options: Options) -> str:
@@ -330,19 +301,19 @@ def approve(options: Options) -> str:
     if len(nodes) > 1:
         return _approve_many(options, nodes)
     with lookup.hint_on_refusal("approve", nodes[0]):
-        approved = lifecycle.approve(nodes[0].id, actor=current_actor(), now=clock.now())
+        approved = lifecycle.approve(nodes[0].id, actor=command_line.current_actor(), now=clock.now())
     if options["json"]:
-        return as_json(node_rows.approval_body(approved))
+        return command_line.as_json(node_rows.approval_body(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
     return _summary(approved.node, actions.APPROVE.message) + shown_once
 
 
 def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
     ids = list(dict.fromkeys(node.id for node in nodes))
-    results = lifecycle.approve_many(ids, actor=current_actor(), now=clock.now())
+    results = lifecycle.approve_many(ids, actor=command_line.current_actor(), now=clock.now())
     failed = sum(bool(result.error) for result in results)
     if options["json"]:
-        text = as_json(node_rows.approvals_body(results))
+        text = command_line.as_json(node_rows.approvals_body(results))
     else:
         names = {node.id: node.name for node in nodes}
         text = "\n".join(
@@ -357,12 +328,12 @@ def change_node(options: Options) -> str:
     """Run the verb's action on one node."""
     node = lookup.node(options["node"])
     with lookup.hint_on_refusal(options["verb"], node):
-        bulk.perform(options["verb"], node.id, current_actor(), clock.now(), options)
+        bulk.perform(options["verb"], node.id, command_line.current_actor(), clock.now(), options)
     return _respond(options, node, actions.NODE_ACTIONS[options["verb"]].message)
 
 
 def _respond(options: Options, node: BackendNode, message: str) -> str:
-    return as_json({"message": message}) if options["json"] else _summary(node, message)
+    return command_line.as_json({"message": message}) if options["json"] else _summary(node, message)
 
 
 def stop(options: Options) -> str:
@@ -373,10 +344,10 @@ def stop(options: Options) -> str:
     if not options["yes"]:
         _confirm_stop(node)
     operation = node_stop.request_stop(
-        node, by=Requester(current_actor().name), now=clock.now(), reason=options["reason"]
+        node, by=Requester(command_line.current_actor().name), now=clock.now(), reason=options["reason"]
     ).operation
     if options["json"]:
-        return as_json({"message": actions.STOP.message, "operation": str(operation.id)})
+        return command_line.as_json({"message": actions.STOP.message, "operation": str(operation.id)})
     return f"{node.name}: {actions.STOP.message} (operation {operation.id})"
 
 
@@ -385,15 +356,17 @@ def _confirm_stop(node: BackendNode) -> None:
     replicas = ", ".join(f"{row.model_name}#{row.replica_index}" for row in loaded)
     question = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
     question += " It comes back only if its machine starts it again."
-    confirm(f"stop the worker of {node.name}", question)
+    command_line.confirm(f"stop the worker of {node.name}", question)
 
 
 def evict(options: Options) -> str:
     node = lookup.node(options["node"])
-    operation = unload_requests.evict(node, current_actor().name, now=clock.now()).operation
+    operation = unload_requests.evict(node, command_line.current_actor().name, now=clock.now()).operation
     index = operation.payload["replica_index"]
     if options["json"]:
-        return as_json({"model": operation.element, "replica_index": index, "operation": str(operation.id)})
+        return command_line.as_json(
+            {"model": operation.element, "replica_index": index, "operation": str(operation.id)}
+        )
     return f"{node.name}: {operation.element}#{index} is unloaded (operation {operation.id})"
 
 
@@ -408,12 +381,12 @@ def label(options: Options) -> str:
     node = lookup.node(options["node"])
     labels_to_set, dropped = _parse_labels(options["labels"])
     if labels_to_set or dropped:
-        now, actor = clock.now(), current_actor()
+        now, actor = clock.now(), command_line.current_actor()
         labels = edit_labels(node.id, labels_to_set, drop=dropped, actor=actor, now=now)
     else:
         labels = dict(node.label_set.order_by("key").values_list("key", "value"))
     if options["json"]:
-        return as_json(labels)
+        return command_line.as_json(labels)
     return "\n".join(f"{key}={value}" for key, value in labels.items()) or f"{node.name} has no labels"
 
 
@@ -432,7 +405,9 @@ def decide_conflict(options: Options) -> str:
         "accept": (actions.ACCEPT, accept_conflict),
         "refuse": (actions.REFUSE, refuse_conflict),
     }[options["verb"]]
-    node = decide(lookup.conflict(options["conflict"]).id, actor=current_actor(), now=clock.now())
+    node = decide(
+        lookup.conflict(options["conflict"]).id, actor=command_line.current_actor(), now=clock.now()
+    )
     return _respond(options, node, action.message)
 
 
@@ -453,7 +428,7 @@ def make_join_token(options: Options) -> str:
     except ValueError as error:
         raise CommandError(f"--url is {error}") from error
     token, plain = joining.make(
-        actor=current_actor(),
+        actor=command_line.current_actor(),
         now=clock.now(),
         note=options["note"],
         lifetime=options["lifetime"],
@@ -464,8 +439,10 @@ def make_join_token(options: Options) -> str:
     warnings = join_script.warnings(url, host=conf.cluster().host, wheel=wheel)
     if options["json"]:
         (row,) = join.token_rows([token], clock.now())
-        return as_json(row | {"token": plain, "command": command, "url": url, "warnings": warnings})
-    expires = format_time(token.expires_at)
+        return command_line.as_json(
+            row | {"token": plain, "command": command, "url": url, "warnings": warnings}
+        )
+    expires = command_line.format_time(token.expires_at)
     shown = "".join(f"warning: {warning}\n" for warning in warnings)
     return (
         f"{shown}valid until {expires} for {token.max_uses} new node(s); run on the other machine:\n{command}"
@@ -475,24 +452,16 @@ def make_join_token(options: Options) -> str:
 def list_join_tokens(options: Options) -> str:
     tokens = join.token_rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
     if options["json"]:
-        return as_json(tokens)
-    lines = [
-        (
-            str(row["id"])[:SHORT_ID],
-            row["state"],
-            f"{row['uses']} of {row['max_uses']}",
-            format_time(row["expires_at"]),
-            row["created_by"],
-            row.get("last_used_by", ""),
-            row["note"],
-        )
-        for row in tokens
-    ]
-    return format_table(_TOKEN_HEADS, lines) if lines else "no join tokens"
+        return command_line.as_json(tokens)
+    return command_line.format_table(_TOKENS, tokens) if tokens else "no join tokens"
 
 
 def revoke_join_token(options: Options) -> str:
     token = lookup.join_token(options["token"])
-    joining.revoke(token.pk, actor=current_actor(), now=clock.now())
+    joining.revoke(token.pk, actor=command_line.current_actor(), now=clock.now())
     message = "join token revoked"
-    return as_json({"message": message}) if options["json"] else f"{str(token.pk)[:SHORT_ID]}: {message}"
+    return (
+        command_line.as_json({"message": message})
+        if options["json"]
+        else f"{str(token.pk)[: command_line.SHORT_ID]}: {message}"
+    )

@@ -5,24 +5,16 @@ import math
 import re
 from argparse import ArgumentTypeError
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from rest_framework.exceptions import ValidationError
 
-from localai_cluster.accounts.command_line import (
-    AddVerb,
-    Options,
-    VerbCommand,
-    as_json,
-    format_age,
-    format_table,
-    printable,
-)
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import clock, errors, untrusted
 from localai_cluster.kit.quantities import gib_rounded_up
 from localai_cluster.web.envelopes import translate_error
@@ -39,10 +31,22 @@ _NODES = re.compile(
     r"(?:(?P<count>\d{1,4})x)?(?P<gib>\d{1,7}(?:\.\d+)?)(?:GiB)?(?P<labels>(?:,[^,=]+=[^,]*)*)"
 )
 
-_REPLICAS = ("NODE", "INDEX", "STATE", "REQUESTS", "SINCE")
-_RECORDS = ("RECORD", "AGE", "KIND", "OUTCOME", "NODE", "INDEX", "WHY")
-_CHANGES = ("DO", "NODE", "WHY")
-_PLAN = ("REPLICA", "OUTCOME", "NODE", "INDEX", "WHY")
+_REPLICAS: Columns = {
+    "NODE": "node",
+    "INDEX": "replica_index",
+    "STATE": "state",
+    "REQUESTS": "in_flight",
+    "SINCE": lambda replica: command_line.format_age(replica["since"], clock.now()),
+}
+_DECISION: Columns = {"OUTCOME": "outcome", "NODE": "node", "INDEX": "replica_index", "WHY": "reason"}
+_RECORDS: Columns = {
+    "RECORD": "id",
+    "AGE": lambda record: command_line.format_age(record["last_at"], clock.now()),
+    "KIND": "kind",
+    **_DECISION,
+}
+_PLAN: Columns = {"REPLICA": "replica", **_DECISION}
+_CHANGES: Columns = {"DO": "do", "NODE": "node", "WHY": "why"}
 
 
 class Command(VerbCommand):
@@ -161,7 +165,7 @@ def _parse_rule(text: str) -> Any:
 
 def explain(options: Options) -> str:
     row = load_explanation.explain_model(options["model"], clock.now())
-    return as_json(row) if options["json"] else _explanation_text(row, clock.now())
+    return command_line.as_json(row) if options["json"] else _explanation_text(row)
 
 
 def plan(options: Options) -> str:
@@ -180,7 +184,7 @@ def plan(options: Options) -> str:
     checked.is_valid(raise_exception=True)
     row = make_plan(checked.validated_data, clock.now())
     if options["json"]:
-        return as_json(row)
+        return command_line.as_json(row)
     return _rule_text(row) if "rule" in row else _plan_text(row)
 
 
@@ -192,16 +196,18 @@ def recompute(options: Options) -> str:
     stored, recomputed = load_explanation.recorded_decision(record), load_explanation.replay(record)
     if options["json"]:
         same = None if recomputed is None else recomputed == stored
-        return as_json({"said": asdict(stored), "found": recomputed and asdict(recomputed), "same": same})
+        return command_line.as_json(
+            {"said": asdict(stored), "found": recomputed and asdict(recomputed), "same": same}
+        )
     return _comparison_text(stored, recomputed)
 
 
-def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
-    parts = [f"next request: {printable(row['next']['says'])}"]
+def _explanation_text(row: Mapping[str, Any]) -> str:
+    parts = [f"next request: {command_line.printable(row['next']['says'])}"]
     if row["replicas"]:
-        parts.append(format_table(_REPLICAS, [_replica_cells(replica, now) for replica in row["replicas"]]))
+        parts.append(command_line.format_table(_REPLICAS, row["replicas"]))
     if row["records"]:
-        parts.append(format_table(_RECORDS, [_record_cells(record, now) for record in row["records"]]))
+        parts.append(command_line.format_table(_RECORDS, row["records"]))
     if (placement := row["next"]["placement"]) is not None:
         parts.append("\n".join(["one more replica now:", *_node_lines(placement)]))
         parts.append(_memory_text(row["next"]["memory"]))
@@ -211,10 +217,10 @@ def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
 def _plan_text(row: Mapping[str, Any]) -> str:
     """Return the decisions, and the near misses among the nodes of the last decision."""
     decisions = row["decisions"]
-    lines = format_table(
-        _PLAN, [[str(decision["replica"]), *_decision_cells(decision)] for decision in decisions]
-    )
-    parts = [f"{row['placed']} of {row['wanted']} replicas placed", lines]
+    parts = [
+        f"{row['placed']} of {row['wanted']} replicas placed",
+        command_line.format_table(_PLAN, decisions),
+    ]
     if near := list(_node_lines(decisions[-1])):
         parts.append("\n".join([f"replica {decisions[-1]['replica']}:", *near]))
     parts.append(_memory_text(row["memory"]))
@@ -227,24 +233,26 @@ def _memory_text(memory: Mapping[str, Any]) -> str:
     need = describe_need(gib_rounded_up(sum(size for _, size in terms)), terms, ": ")
     head = f"memory ({need}):" if terms else "memory:"
     rest = memory["considered"] - len(memory["nodes"])
-    lines = [printable(f"  {node['says']}") for node in memory["nodes"]]
+    lines = [command_line.printable(f"  {node['says']}") for node in memory["nodes"]]
     return "\n".join([head, *lines, *([f"  and {rest} more"] if rest else [])])
 
 
 def _rule_text(row: Mapping[str, Any]) -> str:
     figures = f"{row['replicas_now']} running, {row['loading']} loading, {row['wanted']} wanted"
-    parts = [f"{figures}: {printable(row['says'])}"]
+    parts = [f"{figures}: {command_line.printable(row['says'])}"]
     if row["waits_until"]:
         parts.append(f"cooling down until {row['waits_until']}")
-    changes = [["load", load["node"], load["why"]] for load in row["loads"]]
-    changes += [["retire", replica["node"], replica["why"]] for replica in row["retires"]]
+    changes = [{"do": "load", **load} for load in row["loads"]]
+    changes += [{"do": "retire", **replica} for replica in row["retires"]]
     if changes:
-        parts.append(format_table(_CHANGES, changes))
+        parts.append(command_line.format_table(_CHANGES, changes))
     if row["left_out"]:
         parts.append(f"and {row['left_out']} loads more")
     if row["unsatisfiable"]:
-        missed = [printable(f"  not {miss['node']}: {miss['reason']}") for miss in row["misses"]]
-        parts.append("\n".join([f"not possible: {printable(row['unsatisfiable']['reason'])}", *missed]))
+        missed = [command_line.printable(f"  not {miss['node']}: {miss['reason']}") for miss in row["misses"]]
+        parts.append(
+            "\n".join([f"not possible: {command_line.printable(row['unsatisfiable']['reason'])}", *missed])
+        )
     return "\n\n".join(parts)
 
 
@@ -252,34 +260,15 @@ def _comparison_text(stored: ReplayedDecision, recomputed: ReplayedDecision | No
     if recomputed is None:
         return "the snapshot of this decision has been deleted"
     if recomputed == stored:
-        return f"the same decision: {stored.outcome}: {printable(stored.reason)}"
-    return printable(
+        return f"the same decision: {stored.outcome}: {command_line.printable(stored.reason)}"
+    return command_line.printable(
         f"ANOTHER decision: {recomputed.outcome}: {recomputed.reason}\n"
         f"instead of: {stored.outcome}: {stored.reason}"
     )
 
 
-def _replica_cells(replica: Mapping[str, Any], now: datetime) -> Sequence[str]:
-    return [
-        replica["node"],
-        str(replica["replica_index"]),
-        replica["state"],
-        str(replica["in_flight"]),
-        format_age(replica["since"], now),
-    ]
-
-
-def _record_cells(record: Mapping[str, Any], now: datetime) -> Sequence[str]:
-    return [str(record["id"]), format_age(record["last_at"], now), record["kind"], *_decision_cells(record)]
-
-
-def _decision_cells(decision: Mapping[str, Any]) -> Sequence[str]:
-    index = "" if decision["replica_index"] is None else str(decision["replica_index"])
-    return [decision["outcome"], decision["node"] or "", index, decision["reason"]]
-
-
 def _node_lines(placement: Mapping[str, Any]) -> Iterator[str]:
     for node in placement["best"]:
-        yield printable(f"  {node['node']}: {node.get('against') or placement['reason']}")
+        yield command_line.printable(f"  {node['node']}: {node.get('against') or placement['reason']}")
     for node in placement["misses"]:
-        yield printable(f"  not {node['node']}: {node['reason']}")
+        yield command_line.printable(f"  not {node['node']}: {node['reason']}")

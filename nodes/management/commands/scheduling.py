@@ -1,18 +1,17 @@
 """`manage.py scheduling`: scheduling rules. Each verb calls the function that REST calls."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from django.core.management.base import CommandParser
 
-from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, as_json, format_table
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig, RoutePolicy
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-
-_LIST = ("MODEL", "WANTS", "ON", "WANTED", "THERE", "LOADING", "STATE")
 
 
 class Command(VerbCommand):
@@ -51,11 +50,35 @@ def _parse_label(text: str) -> tuple[str, str]:
     return key, value
 
 
+def _wanted_text(row: Mapping[str, Any]) -> str:
+    if row.get("spread_all"):
+        return "one a node"
+    least, most = row["min_replicas"], row["max_replicas"]
+    if not least and not most:
+        return ""
+    return f"{least} to {most}" if most else f"{least} or more"
+
+
+def _state(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda row: row.get("state", {}).get(name)
+
+
+_LIST: Columns = {
+    "MODEL": "model_name",
+    "WANTS": _wanted_text,
+    "ON": "node_selector",
+    "WANTED": _state("wanted"),
+    "THERE": _state("current"),
+    "LOADING": _state("loading"),
+    "STATE": _state("reason"),
+}
+
+
 def list_rules(options: Options) -> str:
     rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
     if options["json"]:
-        return as_json(rows)
-    return format_table(_LIST, [_rule_cells(row) for row in rows]) if rows else "no scheduling rules"
+        return command_line.as_json(rows)
+    return command_line.format_table(_LIST, rows) if rows else "no scheduling rules"
 
 
 def set_rule(options: Options) -> str:
@@ -69,7 +92,7 @@ def set_rule(options: Options) -> str:
         route_policy=options["route_policy"],
     )
     row = store.set_rule(rule, clock.now())
-    return as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"
+    return command_line.as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"
 
 
 def delete_rule(options: Options) -> str:
@@ -79,25 +102,4 @@ def delete_rule(options: Options) -> str:
         message = f"there is no scheduling rule for {model}; `manage.py scheduling list` lists them"
         raise errors.NotFound(message)
     message = "scheduling rule deleted"
-    return as_json({"message": message}) if options["json"] else f"{model}: {message}"
-
-
-def _rule_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    state = row.get("state", {})
-    figures = (str(state[name]) if state else "" for name in ("wanted", "current", "loading"))
-    return (
-        row["model_name"],
-        _wanted_text(row),
-        row.get("node_selector", ""),
-        *figures,
-        state.get("reason", ""),
-    )
-
-
-def _wanted_text(row: Mapping[str, Any]) -> str:
-    if row.get("spread_all"):
-        return "one a node"
-    least, most = row["min_replicas"], row["max_replicas"]
-    if not least and not most:
-        return ""
-    return f"{least} to {most}" if most else f"{least} or more"
+    return command_line.as_json({"message": message}) if options["json"] else f"{model}: {message}"

@@ -11,11 +11,11 @@ from django.core.management.base import CommandError, CommandParser
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, only_with_prefix
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock
 from operations import kinds
 from operations.api import verbs
 from operations.api.history import history_page, undismissed_failures
-from operations.api.jobs import live_entries, read_entry
+from operations.api.jobs import as_entry, live_entries
 from operations.api.serializers import started_body
 from operations.ledger import admission
 from operations.ledger.admission import Requester
@@ -94,7 +94,7 @@ def inbox(options: Options) -> str:
 def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
     if options["json"]:
         return command_line.as_json({"operations": entries})
-    return operation_texts.operations_text(entries, clock.now(), none=none)
+    return operation_texts.operations_text(entries, none=none)
 
 
 def history(options: Options) -> str:
@@ -118,12 +118,10 @@ def _node_id(text: str) -> str:
 
 def show(options: Options) -> str:
     """Return one operation, in the form of the list."""
-    id = _operation(options["operation"]).id
+    operation = _operation(options["operation"])
     if options["follow"]:
-        return following.follow_to_end(id, options["out"], as_json=options["json"])
-    entry = read_entry(id)
-    if entry is None:
-        raise errors.NotFound(f"the record of operation {id} has just been cleared")
+        return following.follow_to_end(operation.id, options["out"], as_json=options["json"])
+    entry = as_entry(operation)
     return command_line.as_json(entry) if options["json"] else operation_texts.operation_text(entry)
 
 
