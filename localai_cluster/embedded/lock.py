@@ -15,9 +15,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from localai_cluster.embedded.resources import SetupError, write_private
+from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import processes
+from localai_cluster.kit.files import replace_file
 
 FILE = "folder.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -43,7 +44,7 @@ def is_copy(folder: Path) -> bool:
 
 def claim(folder: Path) -> None:
     """Record in `folder` that its content was written for this folder."""
-    write_private(folder / FILE, json.dumps({"folder": folder_id(folder), "boot": _boot_id()}) + "\n")
+    replace_file(folder / FILE, json.dumps({"folder": folder_id(folder), "boot": _boot_id()}) + "\n")
 
 
 def _boot_id() -> str:

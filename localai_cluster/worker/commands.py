@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +86,9 @@ class Pauses:
 
 CONCURRENT = 64
 _CONCURRENT = ("backend.install", "backend.upgrade", "backend.cancel")
+
+
+_LISTED_METADATA = ("installed_at", "gallery_url", "version", "uri", "digest", "alias", "size")
 
 
 class Commands:
@@ -260,16 +262,10 @@ class Commands:
         return m.ListReply(
             backends=tuple(
                 m.InstalledBackend(
-                    name=entry.name,
-                    is_system=entry.is_system,
-                    is_meta=entry.is_meta,
-                    installed_at=entry.metadata.installed_at,
-                    gallery_url=entry.metadata.gallery_url,
-                    version=entry.metadata.version,
-                    uri=entry.metadata.uri,
-                    digest=entry.metadata.digest,
-                    alias=entry.metadata.alias,
-                    size=entry.metadata.size,
+                    entry.name,
+                    entry.is_system,
+                    entry.is_meta,
+                    **{name: getattr(entry.metadata, name) for name in _LISTED_METADATA},
                 )
                 for _, entry in sorted(entries.items())
                 if not entry.is_alias
@@ -296,22 +292,15 @@ class Commands:
         return m.UnloadReply(not problems, "; ".join(problems))
 
     async def _stop_model(self, request: m.StopModelRequest) -> m.StopModelReply:
-        reply = m.StopModelReply(process_key=request.process_key)
         engine = self._supervisor.get(request.process_key)
         if engine is None:
-            return replace(reply, terminated=True)
+            return m.StopModelReply(terminated=True, process_key=request.process_key)
         if not self._has_address(engine, request.expected_address):
             mismatch = f'recorded "{engine.address}", expected "{request.expected_address}"'
-            return replace(reply, matched=True, address=engine.address, error=mismatch)
-        outcome = await self._supervisor.stop(request.process_key, force=request.force)
-        return replace(
-            reply,
-            matched=outcome.matched,
-            freed=outcome.freed,
-            terminated=outcome.terminated,
-            address=outcome.address,
-            error=outcome.error,
-        )
+            return m.StopModelReply(
+                matched=True, process_key=engine.key, address=engine.address, error=mismatch
+            )
+        return await self._supervisor.stop(request.process_key, force=request.force)
 
     def _has_address(self, engine: Engine, address: str) -> bool:
         """Return True if `address` is the engine's local or advertised address (nats.md §4.5)."""

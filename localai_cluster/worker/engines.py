@@ -13,11 +13,12 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from localai_cluster.kit import cancellation, clock, processes
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.messaging.messages import StopModelReply
 from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
@@ -109,21 +110,6 @@ class Engine:
         return folder_identity(self.folder) == self.folder_identity
 
 
-@dataclass(frozen=True)
-class StopOutcome:
-    """The result of stopping one process.
-
-    `matched` is True if the process existed, `freed` if `Free` succeeded, `terminated` if the process has
-    ended.
-    """
-
-    matched: bool
-    freed: bool = False
-    terminated: bool = False
-    address: str = ""
-    error: str = ""
-
-
 def bind_host_for(advertised: str) -> str:
     """Return the host on which engines listen: loopback if `advertised` is loopback, else all interfaces."""
     return LOOPBACK if advertised in (LOOPBACK, "localhost") else ALL_INTERFACES
@@ -209,26 +195,25 @@ class EngineSupervisor:
         log.info("ready key=%s port=%d", key, port)
         return engine
 
-    async def stop(self, key: str, *, force: bool) -> StopOutcome:
+    async def stop(self, key: str, *, force: bool) -> StopModelReply:
         """Stop one process, with `Free` first unless `force`. Return when it has ended.
 
-        If the process cannot be ended, the outcome has the error.
+        If the process cannot be ended, the reply has the error.
         """
         if launching := self._launching.get(key):
             await launching.wait()  # or its process would outlive the stop
-        engine = self._engines.get(key)
+        engine, reply = self._engines.get(key), StopModelReply(matched=True, process_key=key)
         if engine is None:
-            return StopOutcome(matched=False, terminated=True)
+            return replace(reply, matched=False, terminated=True)
+        reply = replace(reply, address=engine.address)
         if engine.stopping:
-            return StopOutcome(matched=True, address=engine.address, error="is already being stopped")
+            return replace(reply, error="is already being stopped")
         engine.stopping = True
         freed, error = (False, "") if force else await self._free(engine)
         if not await self._end(engine):
             engine.stopping = False
-            return StopOutcome(
-                True, freed, False, engine.address, f"process {engine.process.pid} cannot be killed"
-            )
-        return StopOutcome(True, freed, True, engine.address, error)
+            return replace(reply, freed=freed, error=f"process {engine.process.pid} cannot be killed")
+        return replace(reply, freed=freed, terminated=True, error=error)
 
     async def ensure_stopped(self, keys: Sequence[str], *, force: bool) -> list[str]:
         """Stop these processes one after another; return the keys that had a process.
@@ -242,9 +227,7 @@ class EngineSupervisor:
                 continue
             outcome = await self.stop(key, force=force)
             if not outcome.terminated and engine.stopping:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(FREE_SECONDS + 2 * GRACE_SECONDS):
-                        await engine.ended.wait()
+                await cancellation.wait_for(engine.ended, FREE_SECONDS + 2 * GRACE_SECONDS)
             if not engine.ended.is_set():
                 raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended_keys))
             ended_keys.append(key)
@@ -319,9 +302,7 @@ class EngineSupervisor:
     async def _wait_ready(self, engine: Engine) -> None:
         deadline = clock.monotonic() + START_SECONDS
         while clock.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(READY_POLL_SECONDS):
-                    await engine.ended.wait()
+            await cancellation.wait_for(engine.ended, READY_POLL_SECONDS)
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
             if engine.ended.is_set():
@@ -352,10 +333,7 @@ class EngineSupervisor:
         """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._hurry)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FREE_SECONDS):
-                await engine.ended.wait()
-        return engine.ended.is_set()
+        return await cancellation.wait_for(engine.ended, FREE_SECONDS)
 
     async def _watch(self, engine: Engine) -> None:
         """Read the engine's output until the process ends, then clean up."""

@@ -3,8 +3,6 @@
 import asyncio
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import httpx
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import Choice, GalleryEntry, GalleryUnreadable
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, files
 from localai_cluster.kit.errors import NotFound
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker.backend_store import PARTIAL_PREFIX, remove_old_partials
@@ -113,15 +111,7 @@ class Galleries:
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             remove_old_partials(copy.parent)
-            with tempfile.NamedTemporaryFile(dir=copy.parent, prefix=PARTIAL_PREFIX, delete=False) as file:
-                try:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.replace(file.name, copy)
-                except OSError:
-                    os.unlink(file.name)
-                    raise
+            files.replace_file(copy, text, prefix=PARTIAL_PREFIX)
         except OSError as error:
             log.warning("cannot keep a copy of gallery %s: %s", gallery.name, error)
 

@@ -30,9 +30,8 @@ COPIED_NOTICE = (
 
 async def measure_figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     """Measure the figures for the body of a heartbeat."""
-    measured: dict[str, Any] = hardware.measure_figures(models).measured_values(
-        "available_ram", "total_disk", "available_disk"
-    )
+    measured: dict[str, Any] = hardware.measure_figures(models)
+    measured.pop("total_ram", None)  # sent with registrations only
     gpus = await hardware.read_gpus(reader)
     if gpus is None or gpus == Gpus() or gpus.free is None:
         return measured

@@ -27,6 +27,7 @@ import msgspec
 
 from localai_cluster.kit import failpoints, untrusted
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit.files import sync_folder
 
 FOLDER = ".downloads"
 JOURNAL = ".json"
@@ -218,7 +219,7 @@ class PartialFile:
             os.fchmod(self._descriptor, 0o644)
             os.fsync(self._descriptor)
             os.replace(self._data, target)
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
             failpoints.passed("download:published")
             _journal_of(self._data).unlink(missing_ok=True)
         return target
@@ -323,16 +324,8 @@ def _make_folders(models: Path, folder: Path) -> None:
     existing = _check_folder(models, folder)
     folder.mkdir(parents=True, exist_ok=True)
     while existing != folder:
-        _sync_folder(existing)
+        sync_folder(existing)
         existing = existing / folder.relative_to(existing).parts[0]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_free_space(models: Path, missing: int) -> None:
