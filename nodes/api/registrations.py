@@ -50,7 +50,7 @@ from nodes.api.worker_routes import (
     refusal_for_caller,
     send_json,
 )
-from nodes.models import NodeType
+from nodes.models import JoinToken, NodeType
 from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
 from nodes.registry.labels import MAX_LABELS, MAX_VALUE_LENGTH
@@ -408,7 +408,7 @@ def _server_host(headers: dict[bytes, str]) -> str:
 
 async def _authenticate(
     scope: Scope, headers: dict[bytes, str], address: str
-) -> tuple[str, joining.JoinTicket | None]:
+) -> tuple[str, JoinToken | None]:
     """Return the header's token, and its ticket if it is a join token. Raise the errors for 401 and 429."""
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
