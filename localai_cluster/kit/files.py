@@ -38,6 +38,14 @@ def _draft(path: Path, content: str | bytes, prefix: str) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
+def boot_id() -> str:
+    """Return the id of the machine's current boot; "" if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the directory entries of a folder to disk; a missing folder is no error."""
     with suppress(FileNotFoundError, NotADirectoryError):
