@@ -40,25 +40,8 @@ class VersionSerializer(serializers.Serializer[Any]):
     version = serializers.CharField()
 
 
-FEATURES = response_example(
-    {
-        "agents": False,
-        "mcp": False,
-        "fine_tuning": False,
-        "quantization": False,
-        "distributed": True,
-        "localai_assistant": False,
-    }
-)
-BRANDING = response_example(
-    {
-        "instance_name": "",
-        "instance_tagline": "",
-        "logo_url": "",
-        "logo_horizontal_url": "",
-        "favicon_url": "",
-    }
-)
+FEATURES = {**dict.fromkeys(FeaturesSerializer().fields, False), "distributed": True}
+BRANDING = dict.fromkeys(BrandingSerializer().fields, "")
 VERSION = response_example({"version": "0.1.0"})
 
 
@@ -77,8 +60,7 @@ class FeaturesView(APIView):
     )
     def get(self, request: Request) -> Response:
         """The features of the reference that this product supports (§5.1)."""
-        names = FeaturesSerializer().fields.keys()
-        return Response({**dict.fromkeys(names, False), "distributed": True})
+        return Response(FEATURES)
 
 
 class BrandingView(APIView):
@@ -93,11 +75,11 @@ class BrandingView(APIView):
         tags=["session"],
         auth=[],
         responses={200: OpenApiResponse(BrandingSerializer, "Everything built-in.")},
-        examples=[BRANDING],
+        examples=[response_example(BRANDING)],
     )
     def get(self, request: Request) -> Response:
         """The built-in name and logos; they cannot be customised."""
-        return Response(dict.fromkeys(BrandingSerializer().fields, ""))
+        return Response(BRANDING)
 
 
 class VersionView(APIView):

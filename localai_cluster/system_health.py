@@ -8,7 +8,6 @@ an admin whose session was valid a few minutes ago.
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
 
 from asgiref.sync import async_to_sync
 from django.db import InterfaceError, OperationalError, connection
@@ -22,7 +21,7 @@ from rest_framework.views import APIView
 from localai_cluster import __version__, health
 from localai_cluster.accounts.authentication import BearerAuthentication, RememberingAuthentication
 from localai_cluster.kit import clock, conf, disk, periodic
-from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
+from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Work, verdicts, worst
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
 from nodes.definitions import folder
@@ -97,11 +96,11 @@ class SystemHealthView(APIView):
         parts = verdicts(facts, now)
         return Response(
             HEALTH.of(
-                at=_text(now),
+                at=now.isoformat(),
                 state=worst(parts),
-                parts=[_part(part) for part in parts],
-                schedules=[_schedule(part) for part in facts.schedules],
-                processes=[_process(part) for part in facts.processes],
+                parts=[_row(PART, part) for part in parts],
+                schedules=[_row(SCHEDULE, schedule) for schedule in facts.schedules],
+                processes=[_row(PROCESS, process) for process in facts.processes],
                 workers=dict(facts.workers),
             )
         )
@@ -243,18 +242,11 @@ def _disk() -> disk.DiskUsage | None:
     return health.within_limit(lambda: disk.read(conf.cluster().data_dir))
 
 
-def _text(at: datetime | None) -> str | None:
-    return at.isoformat() if at else None
-
-
-def _part(part: Verdict) -> Row:
-    return PART.of_object(part, since=_text(part.since))
-
-
-def _schedule(schedule: Schedule) -> Row:
-    return SCHEDULE.of_object(schedule, next_run=_text(schedule.next_run), last_run=_text(schedule.last_run))
-
-
-def _process(process: Process) -> Row:
-    identity: dict[str, Any] = {"kind": process.kind, "name": process.name, "version": process.version}
-    return PROCESS.of(**identity, started_at=_text(process.started_at), seen_at=_text(process.seen_at))
+def _row(shape: Shape, entry: object) -> Row:
+    """Return the shape's fields of the entry; times as texts."""
+    times = {
+        name: value.isoformat()
+        for name in shape.fields
+        if isinstance(value := getattr(entry, name), datetime)
+    }
+    return shape.of_object(entry, **times)

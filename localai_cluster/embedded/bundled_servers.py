@@ -23,9 +23,10 @@ from urllib.parse import quote
 
 import psycopg
 
-from localai_cluster.embedded.resources import SetupError, private_directory, write_private
+from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.embedded.server import EmbeddedServer, plain_environment
 from localai_cluster.kit import processes
+from localai_cluster.kit.files import replace_file
 
 MAJOR = 18
 USER = "cluster"
@@ -279,7 +280,7 @@ class EmbeddedValkey(EmbeddedServer):
             "set-proc-title": "no",
         }
         lines = [f"{key} {_quoted(value)}\n" for key, value in settings.items()]
-        write_private(self._configuration, "".join(lines))
+        replace_file(self._configuration, "".join(lines))
 
     @property
     def _configuration(self) -> Path:

@@ -15,12 +15,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from localai_cluster.embedded.resources import SetupError, write_private
+from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
-from localai_cluster.kit import processes
+from localai_cluster.kit import files, processes
 
 FILE = "folder.json"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def folder_id(folder: Path) -> str:
@@ -38,19 +37,14 @@ def is_copy(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False  # an earlier version wrote no file
     own_device, own_inode = folder_id(folder).split(".")
-    return inode != own_inode or (device != own_device and boot == _boot_id())
+    return inode != own_inode or (device != own_device and boot == files.boot_id())
 
 
 def claim(folder: Path) -> None:
     """Record in `folder` that its content was written for this folder."""
-    write_private(folder / FILE, json.dumps({"folder": folder_id(folder), "boot": _boot_id()}) + "\n")
-
-
-def _boot_id() -> str:
-    try:
-        return _BOOT.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    files.replace_file(
+        folder / FILE, json.dumps({"folder": folder_id(folder), "boot": files.boot_id()}) + "\n"
+    )
 
 
 REAPER_SECONDS = 60.0

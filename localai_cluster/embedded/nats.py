@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localai_cluster.embedded.resources import SetupError, private_directory, write_private
+from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.kit import clock, nkeys
+from localai_cluster.kit.files import replace_file
 from localai_cluster.kit.nkeys import KeyPair
 from localai_cluster.messaging.servers import account_token, operator_token
 
@@ -53,7 +54,7 @@ class BusKeys:
         for key, name in ((self.system.public_key, "SYS"), (self.account.public_key, "localai")):
             file = private_directory(folder) / f"{key}.jwt"
             if not _signed_by(file, self.operator.public_key):
-                write_private(file, account_token(self.operator, key, name, now=now))
+                replace_file(file, account_token(self.operator, key, name, now=now))
 
     def configuration(self, resolver: Path) -> dict[str, Any]:
         """Return the configuration of a server with these keys; `resolver` is the folder of the accounts.
@@ -128,7 +129,7 @@ class EmbeddedNats(EmbeddedServer):
             **self.keys.configuration(accounts),
             **({"tls": self._tls} if self._tls else {}),
         }
-        write_private(self._configuration, json.dumps(configuration, indent=1))
+        replace_file(self._configuration, json.dumps(configuration, indent=1))
 
     @property
     def _configuration(self) -> Path:

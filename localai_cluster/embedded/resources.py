@@ -9,7 +9,6 @@ import os
 import socket
 import stat
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 MAX_SOCKET_PATH_LENGTH = 100
@@ -74,13 +73,3 @@ def free_port(host: str = "127.0.0.1", *, preferred: int = 0) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write `text` atomically to a file of mode 0600."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        draft.unlink()
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    draft.replace(path)

@@ -38,10 +38,11 @@ from localai_cluster.embedded.layout import (
 )
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
-from localai_cluster.embedded.resources import SetupError, write_private
+from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import EmbeddedServer, Program, Supervisor, wait_for
 from localai_cluster.embedded.terminal import Foreground, Log
 from localai_cluster.kit import clock, conf, processes
+from localai_cluster.kit.files import replace_file
 from localai_cluster.kit.processes import describe_exit
 
 NEEDED_BYTES = 512 * 1024 * 1024
@@ -99,7 +100,7 @@ class Cluster:
         self._launch(supervisor, servers)
         self._settle(supervisor, servers)
         urls = {name: member.url for name, member in self.servers.items()}
-        write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
+        replace_file(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
         self._offer_package()
         self._raise_if_cancelled()
         self.layout.seed_models()

@@ -4,7 +4,6 @@ A value in the environment (`NAME`, or `NAME_FILE` with a path) takes precedence
 for that name, and an existing file of ours is ignored.
 """
 
-import os
 import secrets
 import stat
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.kit import nkeys
 from localai_cluster.kit.env import weak_secret
+from localai_cluster.kit.files import create_file
 
 SECRET_VARIABLES = {
     "secret_key": "SECRET_KEY",
@@ -119,15 +119,8 @@ def ensure_secret(path: Path, role: nkeys.Role | None = None) -> str:
     With a `role` the secret is the seed of a NATS key.
     """
     if not path.exists():
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write((nkeys.generate(role).seed if role else secrets.token_hex(32)) + "\n")
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass  # another process was first; use its secret
-        finally:
-            draft.unlink()
+        secret = nkeys.generate(role).seed if role else secrets.token_hex(32)
+        create_file(path, f"{secret}\n")
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         path.chmod(0o600)
     return path.read_text(encoding="utf-8").strip()

@@ -40,8 +40,6 @@ class EmbeddedServer(ABC):
     name: str
     polite: int = signal.SIGTERM
     seconds: float = 10.0
-    whole = False
-    """True if the stop signal goes to the whole process group, False if to the server's first process."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -91,7 +89,7 @@ class EmbeddedServer(ABC):
                 stderr=subprocess.STDOUT,
             )
         if reaper:
-            reaper.add(child.pid, polite=self.polite, seconds=self.seconds, whole=self.whole)
+            reaper.add(child.pid, polite=self.polite, seconds=self.seconds, whole=False)
             self._reaper = reaper
         if (
             not wait_for(lambda: child.poll() is not None or self.ready(), seconds)
@@ -107,7 +105,7 @@ class EmbeddedServer(ABC):
         child, self._child = self._child, None
         if child is None:
             return True
-        group = processes.group_of(child.pid, polite=self.polite, seconds=self.seconds, whole=self.whole)
+        group = processes.group_of(child.pid, polite=self.polite, seconds=self.seconds, whole=False)
         politely = processes.end_child(child, group)
         if self._reaper:
             self._reaper.discard(child.pid)
@@ -162,7 +160,6 @@ class Program:
     rank: int = 0
     polite: int = signal.SIGTERM
     seconds: float = 15.0
-    whole: bool = False
     prepare: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
     ready: Callable[[], bool] = _always
@@ -179,7 +176,6 @@ class Program:
             rank=rank,
             polite=server.polite,
             seconds=server.seconds,
-            whole=server.whole,
             prepare=server.prepare,
             settle=server.settle,
             ready=server.ready,
@@ -305,7 +301,7 @@ class Supervisor:
                 child.pid,
                 polite=program.polite,
                 seconds=program.seconds,
-                whole=program.whole,
+                whole=False,
                 rank=program.rank,
             )
             kept.child, kept.since = child, clock.monotonic()

@@ -1,10 +1,19 @@
-"""Reliable cancellation of tasks: a library may swallow a cancellation, so it is repeated."""
+"""Limited waits, and reliable cancellation: a library may swallow a cancellation, so it is repeated."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 _REPEAT_SECONDS = 2.0
 """Seconds until a task that is still running is cancelled again."""
+
+
+async def wait_for(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait at most `seconds` (None = no limit) for the event; return True if it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 async def end(*tasks: "asyncio.Future[Any]") -> None:

@@ -200,14 +200,10 @@ class NatsBus:
                     connected = False
                 failures = 0 if connected else failures + 1
                 pause = backoff.delay(failures + 1, first=RETRY_FIRST, longest=RETRY_MAX)
-                await self._wait_servers_changed(pause * random.uniform(0.8, 1.2) if self._servers else None)
+                limit = pause * random.uniform(0.8, 1.2) if self._servers else None
+                await cancellation.wait_for(self._servers_changed, limit)
         finally:
             self._link = None
-
-    async def _wait_servers_changed(self, seconds: float | None) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._servers_changed.wait()
 
     async def _serve_connection(self) -> bool:
         """Connect, then wait until this connection and its successors are lost.

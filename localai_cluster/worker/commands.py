@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,32 +89,24 @@ CONCURRENT = 64
 _CONCURRENT = ("backend.install", "backend.upgrade", "backend.cancel")
 
 
+_LISTED_METADATA = ("installed_at", "gallery_url", "version", "uri", "digest", "alias", "size")
+
+
+@dataclass(eq=False, repr=False)
 class Commands:
     """Handles the controllers' commands for one node id at a time."""
 
-    def __init__(
-        self,
-        config: Config,
-        bus: Bus,
-        store: BackendStore,
-        supervisor: EngineSupervisor,
-        installs: InstallCommands,
-        instance: str,
-        pauses: Pauses,
-        stop_worker: Callable[[], None],
-        gpus: GpuReader,
-    ) -> None:
-        self._config = config
-        self._bus = bus
-        self._store = store
-        self._supervisor = supervisor
-        self._install_commands = installs
-        self._instance = instance
-        self._pauses = pauses
-        self._stop_worker = stop_worker
-        self._gpus = gpus
-        self._shutting_down = False
-        self._subscriptions: list[Subscription] = []
+    config: Config
+    bus: Bus
+    store: BackendStore
+    supervisor: EngineSupervisor
+    installs: InstallCommands
+    instance: str
+    pauses: Pauses
+    stop_worker: Callable[[], None]
+    gpus: GpuReader
+    _shutting_down: bool = field(default=False, init=False)
+    _subscriptions: list[Subscription] = field(default_factory=list, init=False)
 
     async def subscribe(self, node_id: str) -> None:
         """Subscribe to the commands for `node_id`; end all other subscriptions."""
@@ -122,7 +114,7 @@ class Commands:
         subscriptions = self._subscriptions
         for subject, handler, limit in self._table(node_id):
             handler = self._while_subscribed(handler, subscriptions)
-            subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
+            subscriptions.append(await self.bus.subscribe(subject, handler, limit=limit))
 
     async def unsubscribe(self) -> None:
         """End all subscriptions: another process is the node now, or the worker serves another server.
@@ -203,7 +195,7 @@ class Commands:
         """Return a handler that replies `late` to a message that may precede a pause."""
 
         async def handle(message: Message) -> bytes | None:
-            if not self._pauses.may_precede(message.arrived_at):
+            if not self.pauses.may_precede(message.arrived_at):
                 return await handler(message)
             log.warning("%s: not begun, since it may have been sent before a pause", message.subject)
             return late
@@ -223,14 +215,14 @@ class Commands:
 
     async def _install(self, request: m.InstallRequest) -> m.InstallReply:
         self._refuse_when_shutting_down()
-        return await self._install_commands.install(request)
+        return await self.installs.install(request)
 
     async def _upgrade(self, request: m.UpgradeRequest) -> m.UpgradeReply:
         self._refuse_when_shutting_down()
-        return await self._install_commands.upgrade(request)
+        return await self.installs.upgrade(request)
 
     async def _cancel(self, request: m.CancelRequest) -> m.CancelReply:
-        return m.CancelReply(True, found=await self._install_commands.cancel(request.op_id))
+        return m.CancelReply(True, found=await self.installs.cancel(request.op_id))
 
     def _refuse_when_shutting_down(self) -> None:
         if self._shutting_down:
@@ -238,87 +230,74 @@ class Commands:
 
     async def _delete(self, request: m.DeleteRequest) -> m.UpgradeReply:
         name = strip_gallery(request.backend)
-        names = await asyncio.to_thread(self._store.identity, name)
+        names = await asyncio.to_thread(self.store.identity, name)
         stopped: list[str] = []
         try:
-            stopped += await self._supervisor.ensure_stopped(self._supervisor.of_backend(names), force=False)
+            stopped += await self.supervisor.ensure_stopped(self.supervisor.of_backend(names), force=False)
             failpoints.passed("worker.delete:stopped")
-            await asyncio.to_thread(self._store.remove, name)
+            await asyncio.to_thread(self.store.remove, name)
             failpoints.passed("worker.delete:removed")
             # An install that waited may have started an engine from these files meanwhile.
-            engines = self._supervisor.engines()
+            engines = self.supervisor.engines()
             late_keys = [
                 engine.key for engine in engines if engine.backend in names and not engine.same_folder()
             ]
-            stopped += await self._supervisor.ensure_stopped(late_keys, force=True)
+            stopped += await self.supervisor.ensure_stopped(late_keys, force=True)
         except (ClusterError, OSError) as error:
             return report_stopped(stopped, error)
         return report_stopped(stopped)
 
     async def _list(self, _: m.Nothing) -> m.ListReply:
-        entries = await asyncio.to_thread(self._store.scan)
+        entries = await asyncio.to_thread(self.store.scan)
         return m.ListReply(
             backends=tuple(
                 m.InstalledBackend(
-                    name=entry.name,
-                    is_system=entry.is_system,
-                    is_meta=entry.is_meta,
-                    installed_at=entry.metadata.installed_at,
-                    gallery_url=entry.metadata.gallery_url,
-                    version=entry.metadata.version,
-                    uri=entry.metadata.uri,
-                    digest=entry.metadata.digest,
-                    alias=entry.metadata.alias,
-                    size=entry.metadata.size,
+                    entry.name,
+                    entry.is_system,
+                    entry.is_meta,
+                    **{name: getattr(entry.metadata, name) for name in _LISTED_METADATA},
                 )
                 for _, entry in sorted(entries.items())
                 if not entry.is_alias
             ),
-            instance=self._instance,
+            instance=self.instance,
         )
 
     async def _running(self, request: m.RunningRequest) -> m.RunningReply:
-        measured, alive = self._supervisor.get(request.measure), []
-        memory = await process_memory(measured.process.pid, self._gpus) if measured is not None else (0, 0)
-        for engine in self._supervisor.running():
+        measured, alive = self.supervisor.get(request.measure), []
+        memory = await process_memory(measured.process.pid, self.gpus) if measured is not None else (0, 0)
+        for engine in self.supervisor.running():
             key = m.split_process_key(engine.key)
             if key is not None:
                 figures = memory if engine is measured else (0, 0)
                 alive.append(m.RunningModel(*key, engine.address, *figures))
-        return m.RunningReply(tuple(alive), instance=self._instance)
+        return m.RunningReply(tuple(alive), instance=self.instance)
 
     async def _unload(self, request: m.UnloadRequest) -> m.UnloadReply:
-        keys = self._supervisor.of_model(request.model_name)
-        engines = [engine for key in keys if (engine := self._supervisor.get(key))]
+        keys = self.supervisor.of_model(request.model_name)
+        engines = [engine for key in keys if (engine := self.supervisor.get(key))]
         if request.address:
-            engines = [e for e in self._supervisor.engines() if self._has_address(e, request.address)]
-        problems = [problem for engine in engines if (problem := await self._supervisor.unload(engine))]
+            engines = [e for e in self.supervisor.engines() if self._has_address(e, request.address)]
+        problems = [problem for engine in engines if (problem := await self.supervisor.unload(engine))]
         return m.UnloadReply(not problems, "; ".join(problems))
 
     async def _stop_model(self, request: m.StopModelRequest) -> m.StopModelReply:
-        reply = m.StopModelReply(process_key=request.process_key)
-        engine = self._supervisor.get(request.process_key)
+        engine = self.supervisor.get(request.process_key)
         if engine is None:
-            return replace(reply, terminated=True)
+            return m.StopModelReply(terminated=True, process_key=request.process_key)
         if not self._has_address(engine, request.expected_address):
             mismatch = f'recorded "{engine.address}", expected "{request.expected_address}"'
-            return replace(reply, matched=True, address=engine.address, error=mismatch)
-        outcome = await self._supervisor.stop(request.process_key, force=request.force)
-        return replace(
-            reply,
-            matched=outcome.matched,
-            freed=outcome.freed,
-            terminated=outcome.terminated,
-            address=outcome.address,
-            error=outcome.error,
-        )
+            return m.StopModelReply(
+                matched=True, process_key=engine.key, address=engine.address, error=mismatch
+            )
+        return await self.supervisor.stop(request.process_key, force=request.force)
 
     def _has_address(self, engine: Engine, address: str) -> bool:
         """Return True if `address` is the engine's local or advertised address (nats.md §4.5)."""
-        return address in (engine.address, f"{self._config.advertise_host}:{engine.port}")
+        return address in (engine.address, f"{self.config.advertise_host}:{engine.port}")
 
     async def _delete_model(self, request: m.DeleteModelRequest) -> m.DeleteModelReply:
-        await asyncio.to_thread(delete_model, self._config.models_path, request.model_name)
+        await asyncio.to_thread(delete_model, self.config.models_path, request.model_name)
         return m.DeleteModelReply(True)
 
     async def _stop_backend(self, message: Message) -> None:
@@ -327,19 +306,19 @@ class Commands:
         except DecodeError as error:
             log.warning("%s ignored: %s", message.subject, error)
             return
-        keys = [engine.key for engine in self._supervisor.engines()]
+        keys = [engine.key for engine in self.supervisor.engines()]
         if request.backend:
-            names = await asyncio.to_thread(self._store.identity, strip_gallery(request.backend))
-            keys = [*self._supervisor.of_backend(names), *self._supervisor.of_model(request.backend)]
+            names = await asyncio.to_thread(self.store.identity, strip_gallery(request.backend))
+            keys = [*self.supervisor.of_backend(names), *self.supervisor.of_model(request.backend)]
         log.info("stop target=%r force=%s keys=%s", request.backend, request.force, keys)
-        stops = (self._supervisor.stop(key, force=request.force) for key in dict.fromkeys(keys))
+        stops = (self.supervisor.stop(key, force=request.force) for key in dict.fromkeys(keys))
         for outcome in await asyncio.gather(*stops):
             if outcome.error:
                 log.warning("stop: %s", outcome.error)
 
     async def _stop_node(self, _: Message) -> None:
         log.info("stop requested by the control plane")
-        self._stop_worker()
+        self.stop_worker()
 
 
 def delete_model(models: Path, name: str) -> None:

@@ -114,38 +114,29 @@ class Registered:
     nats_url: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class ControlPlane:
     """Client of one control plane for one node and one process (`instance`, 32 hex digits).
 
     With `allow_stock`, the server may be a stock frontend even if it has accepted the node's secret before.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        token: str,
-        identity: NodeIdentity,
-        instance: str,
-        client: httpx.AsyncClient,
-        *,
-        allow_stock: bool = False,
-    ) -> None:
-        self.kind = ServerKind.CLUSTER
-        """The kind of server that is served; it decides which credential calls carry."""
-        self._base = base_url
-        self._allow_stock = allow_stock
-        self._token = token
-        self._identity = identity
-        self._instance = instance
-        self._client = client
+    base_url: str
+    token: str
+    identity: NodeIdentity
+    instance: str
+    client: httpx.AsyncClient
+    allow_stock: bool = field(default=False, kw_only=True)
+    kind: ServerKind = field(default=ServerKind.CLUSTER, init=False)
+    """The kind of server that is served; it decides which credential calls carry."""
 
     async def register(self, body: Mapping[str, Any]) -> Registered:
         """Register, for the first time or again. Raise CallFailed."""
         if self._must_know_secrets and not await self.knows_secrets():
             # A registration would make the node healthy there, and requests would be sent to it.
-            raise DowngradeRefused(self._base)
-        headers = _bearer(self._token)
-        values = {**body, **({"token": self._token} if self._token else {})}
+            raise DowngradeRefused(self.base_url)
+        headers = _bearer(self.token)
+        values = {**body, **({"token": self.token} if self.token else {})}
         response = await self._with_secret(
             lambda secret: self._call("POST", REGISTER, headers | {SECRET_HEADER: secret}, values)
         )
@@ -159,21 +150,21 @@ class ControlPlane:
     @property
     def _must_know_secrets(self) -> bool:
         """True if the server has accepted this worker's secret and therefore must know it."""
-        return not self._allow_stock and self._identity.is_accepted_by(self._base)
+        return not self.allow_stock and self.identity.is_accepted_by(self.base_url)
 
     async def _kind_of(self, response: Mapping[str, Any]) -> ServerKind:
         # Only LocalAI Cluster answers with the secret's fingerprint; older versions said where the bus is,
         # but not to a node that awaits its approval.
-        is_cluster = response.get("fingerprint") == self._identity.fingerprint or response.get("nats_url")
+        is_cluster = response.get("fingerprint") == self.identity.fingerprint or response.get("nats_url")
         if not is_cluster and response.get("status") == PENDING:
             is_cluster = await self.knows_secrets()
         return ServerKind.CLUSTER if is_cluster else ServerKind.STOCK
 
     async def _check_kind(self, kind: ServerKind) -> None:
         if kind is ServerKind.CLUSTER:
-            await asyncio.to_thread(self._identity.record_acceptance, self._base)
+            await asyncio.to_thread(self.identity.record_acceptance, self.base_url)
         elif self._must_know_secrets:
-            raise DowngradeRefused(self._base)
+            raise DowngradeRefused(self.base_url)
 
     async def knows_secrets(self) -> bool:
         """Return True if the server identifies nodes by their secrets, as LocalAI Cluster does.
@@ -188,7 +179,7 @@ class ControlPlane:
             await self._call("GET", path, _bearer(secrets.token_hex(SECRET_BYTES)), None)
         except CallFailed as error:
             if error.http_status == 404 and error.kind != NODE_ERROR:
-                raise CallFailed(f"the server at {self._base} is not LocalAI: {error}", 404) from error
+                raise CallFailed(f"the server at {self.base_url} is not LocalAI: {error}", 404) from error
             if error.http_status not in (401, 403, 404):
                 raise
             return error.http_status == 404
@@ -200,16 +191,16 @@ class ControlPlane:
         The call registers without a name. Every server refuses that, but it checks the token first (worker.md
         §5.1). Raise CallFailed.
         """
-        headers = _bearer(self._token)
+        headers = _bearer(self.token)
         if kind is ServerKind.CLUSTER:  # a known node goes on when the token is replaced
-            headers |= {SECRET_HEADER: self._identity.secret}
+            headers |= {SECRET_HEADER: self.identity.secret}
         try:
-            await self._call("POST", REGISTER, headers, {"name": "", "token": self._token})
+            await self._call("POST", REGISTER, headers, {"name": "", "token": self.token})
         except CallFailed as error:
             if error.http_status not in (400, 401, 403):
                 raise
             return error.http_status == 400
-        raise CallFailed(f"the server at {self._base} has accepted a registration without a name")
+        raise CallFailed(f"the server at {self.base_url} has accepted a registration without a name")
 
     async def heartbeat(self, node_id: str, body: Mapping[str, Any]) -> None:
         """Send a heartbeat with the node's figures and ended engines. Raise CallFailed."""
@@ -256,23 +247,23 @@ class ControlPlane:
         A stock frontend gets the registration token instead of the secret.
         """
         if self.kind is ServerKind.STOCK:
-            return await call(self._token)
+            return await call(self.token)
         try:
             return await self._with_secret(call)
         except CallFailed as refusal:
             if not refusal.rotate:
                 raise
         await self._rotate(node_id)
-        return await call(self._identity.secret)
+        return await call(self.identity.secret)
 
     async def _with_secret(self, call: Callable[[str], Awaitable[Any]]) -> Any:
         """Call with the secret; during an unfinished rotation, also try its successor."""
         try:
-            return await call(self._identity.secret)
+            return await call(self.identity.secret)
         except CallFailed as refusal:
             # After too many failures from this address a wrong secret gets 429 as well.
             is_rejected = refusal.is_credential_refused or refusal.http_status == 429
-            if not is_rejected or not self._identity.successor:
+            if not is_rejected or not self.identity.successor:
                 raise
             response = await self._call_with_successor(call, refusal)
         await self._promote()
@@ -280,30 +271,30 @@ class ControlPlane:
 
     async def _call_with_successor(self, call: Callable[[str], Awaitable[Any]], refusal: CallFailed) -> Any:
         try:
-            return await call(self._identity.successor)
+            return await call(self.identity.successor)
         except CallFailed as error:
             raise (refusal if error.is_credential_refused else error) from None
 
     async def _rotate(self, node_id: str) -> None:
         """Replace the secret. Raise CallFailed."""
         try:
-            successor = await asyncio.to_thread(self._identity.prepare)
+            successor = await asyncio.to_thread(self.identity.prepare)
         except IdentityError as problem:
             raise CallFailed(f"the control plane requests a new secret: {problem.message}") from problem
-        headers = _bearer(self._identity.secret) | {NEW_SECRET_HEADER: successor}
+        headers = _bearer(self.identity.secret) | {NEW_SECRET_HEADER: successor}
         await self._call("POST", _path(node_id, "rotate"), headers, {})
         await self._promote()
 
     async def _promote(self) -> None:
-        await asyncio.to_thread(self._identity.promote)
-        log.info("secret replaced fingerprint=%s", group_characters(self._identity.fingerprint))
+        await asyncio.to_thread(self.identity.promote)
+        log.info("secret replaced fingerprint=%s", group_characters(self.identity.fingerprint))
 
     async def _call(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Any:
-        headers = {**headers, INSTANCE_HEADER: self._instance}
+        headers = {**headers, INSTANCE_HEADER: self.instance}
         try:
             async with asyncio.timeout(CALL_LIMIT):
-                url = self._base + path
-                async with self._client.stream(method, url, headers=headers, json=body) as response:
+                url = self.base_url + path
+                async with self.client.stream(method, url, headers=headers, json=body) as response:
                     content = _decode(await self._read(response))
         except (httpx.HTTPError, TimeoutError) as error:
             raise self._no_response(error) from error
@@ -316,15 +307,15 @@ class ControlPlane:
         async for piece in response.aiter_bytes():
             body += piece
             if len(body) > ANSWER_LIMIT:
-                raise CallFailed(f"{self._base} answers with more than {ANSWER_LIMIT} bytes")
+                raise CallFailed(f"{self.base_url} answers with more than {ANSWER_LIMIT} bytes")
         return bytes(body)
 
     async def _open(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
-        headers = {**headers, INSTANCE_HEADER: self._instance}
-        request = self._client.build_request("GET", self._base + path, headers=headers, timeout=None)
+        headers = {**headers, INSTANCE_HEADER: self.instance}
+        request = self.client.build_request("GET", self.base_url + path, headers=headers, timeout=None)
         try:
             async with asyncio.timeout(OPEN_LIMIT):
-                response = await self._client.send(request, stream=True, follow_redirects=False)
+                response = await self.client.send(request, stream=True, follow_redirects=False)
                 if response.status_code in (200, 206, 416):
                     return response
                 try:
@@ -335,7 +326,7 @@ class ControlPlane:
             raise self._no_response(error) from error
 
     def _no_response(self, error: Exception) -> CallFailed:
-        return CallFailed(f"no answer from {self._base}: {error or type(error).__name__}")
+        return CallFailed(f"no answer from {self.base_url}: {error or type(error).__name__}")
 
 
 def _text(value: Any) -> str:

@@ -15,7 +15,7 @@ import hmac
 import logging
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +36,12 @@ from localai_cluster.worker.cancellation import Halt, in_thread, wait_for_thread
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.source_files import (
     CHUNK,
-    SHUTDOWN_MESSAGE,
     BadSource,
     DiskFull,
     OnBytes,
-    Stopped,
     Throttle,
     check_free_space,
+    hash_of,
     translate_disk_full,
 )
 
@@ -297,27 +296,16 @@ def _check_disk_space(partial: Path, offset: int, total: int) -> None:
 
 def sha256_of(path: Path, stopped: threading.Event) -> str:
     """Return the SHA-256 of a file in hex. Raise Stopped or OSError."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(CHUNK):
-            if stopped.is_set():
-                raise Stopped(SHUTDOWN_MESSAGE)
-            digest.update(piece)
-    return digest.hexdigest()
+        return hash_of(file, stopped).hexdigest()
 
 
 def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
     """Return the hash object of the partial file's first `size` bytes. Raise Stopped or OSError."""
-    digest = hashlib.sha256()
     if not size:
-        return digest
+        return hashlib.sha256()
     with open(archive.partial, "rb") as file:
-        while size and (piece := file.read(min(CHUNK, size))):
-            if halt.is_set():
-                raise Stopped(SHUTDOWN_MESSAGE)
-            digest.update(piece)
-            size -= len(piece)
-    return digest
+        return hash_of(file, halt, size)
 
 
 def _write(archive: Archive, file: BinaryIO, digest: Any, piece: bytes) -> None:
@@ -398,7 +386,12 @@ class Images:
         archives = {layer.digest: self._archive(reference, layer, backend) for layer in layers}
         try:
             await asyncio.to_thread(self._check_disk_space, archives.values(), total)
-            await self._fetch_all(reference, layers, archives, on_bytes, halt)
+            done = 0
+            for number, layer in enumerate(layers, 1):
+                show = _show_layer(on_bytes, done, total, f"{number}/{len(layers)} {reference}")
+                await self._downloads.fetch(archives[layer.digest], show, halt)
+                done += layer.size
+                failpoints.passed("worker.pull:layer")
         except BaseException as error:
             if halt.cancelled or isinstance(error, DiskFull):  # no later install resumes them
                 for archive in archives.values():
@@ -410,29 +403,6 @@ class Images:
         """Raise DiskFull if the missing bytes of the layers do not fit on the disk."""
         present = sum(archive.partial.stat().st_size for archive in archives if archive.partial.exists())
         check_free_space(self._folder, max(total - present, 0), "bytes of layers")
-
-    async def _fetch_all(
-        self,
-        reference: ImageReference,
-        layers: Sequence[Descriptor],
-        archives: Mapping[str, Archive],
-        on_bytes: OnBytes,
-        halt: Halt,
-    ) -> None:
-        total, done = sum(layer.size for layer in layers), 0
-        for number, layer in enumerate(layers, 1):
-            label = f"{number}/{len(layers)} {reference}"
-            await self._fetch(archives[layer.digest], done, total, label, on_bytes, halt)
-            done += layer.size
-            failpoints.passed("worker.pull:layer")
-
-    async def _fetch(
-        self, archive: Archive, before: int, total: int, label: str, on_bytes: OnBytes, halt: Halt
-    ) -> None:
-        def show(done: int, _: int, name: str) -> None:
-            on_bytes(min(before + done, total), total, label)
-
-        await self._downloads.fetch(archive, show, halt)
 
     async def _image(self, reference: ImageReference) -> Image:
         """Read the image's manifest; retry transient failures."""
@@ -461,3 +431,8 @@ class Images:
 
         partial = partial_path(self._folder, backend, name, sha256)
         return Archive(name, sha256, partial, open_part, layer.size, "image")
+
+
+def _show_layer(on_bytes: OnBytes, before: int, total: int, label: str) -> OnBytes:
+    """Return the callback for a layer that shows its bytes as a part of the image."""
+    return lambda done, *_: on_bytes(min(before + done, total), total, label)

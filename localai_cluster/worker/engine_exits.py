@@ -6,11 +6,10 @@ create the replica of the engine's load only after the engine has ended.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import cancellation, clock
 
 MAX_REPORTS = 32
 """Maximum number of reports in one heartbeat; a control plane accepts twice as many."""
@@ -59,10 +58,7 @@ class Exits:
 
     async def wait_for_exit(self, seconds: float) -> bool:
         """Wait at most `seconds` for an exit to report at once; return True if there is one."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(seconds, 0.0)):
-                await self._wake_up.wait()
-        has_exits = self._wake_up.is_set()
+        has_exits = await cancellation.wait_for(self._wake_up, max(seconds, 0.0))
         self._wake_up.clear()
         return has_exits
 

@@ -13,11 +13,12 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from localai_cluster.kit import cancellation, clock, processes
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.messaging.messages import StopModelReply
 from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
@@ -109,26 +110,12 @@ class Engine:
         return folder_identity(self.folder) == self.folder_identity
 
 
-@dataclass(frozen=True)
-class StopOutcome:
-    """The result of stopping one process.
-
-    `matched` is True if the process existed, `freed` if `Free` succeeded, `terminated` if the process has
-    ended.
-    """
-
-    matched: bool
-    freed: bool = False
-    terminated: bool = False
-    address: str = ""
-    error: str = ""
-
-
 def bind_host_for(advertised: str) -> str:
     """Return the host on which engines listen: loopback if `advertised` is loopback, else all interfaces."""
     return LOOPBACK if advertised in (LOOPBACK, "localhost") else ALL_INTERFACES
 
 
+@dataclass(eq=False, repr=False)
 class EngineSupervisor:
     """Starts and stops the engines of one worker.
 
@@ -136,27 +123,19 @@ class EngineSupervisor:
     added to `exits`.
     """
 
-    def __init__(
-        self,
-        ports: PortAllocator,
-        token: str,
-        reaper: processes.ProcessReaper,
-        rings: LogRings,
-        exits: Exits,
-        *,
-        bind_host: str = ALL_INTERFACES,
-    ) -> None:
-        self._bind_host = bind_host
-        self._ports = ports
-        self._exits = exits
-        self.token = token
-        self._reaper = reaper
-        self._rings = rings
-        self._engines: dict[str, Engine] = {}
-        self._launching: dict[str, asyncio.Event] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(16, thread_name_prefix="stop")
-        self._hurry = False
+    ports: PortAllocator
+    token: str
+    reaper: processes.ProcessReaper
+    rings: LogRings
+    exits: Exits
+    bind_host: str = field(default=ALL_INTERFACES, kw_only=True)
+    _engines: dict[str, Engine] = field(default_factory=dict, init=False)
+    _launching: dict[str, asyncio.Event] = field(default_factory=dict, init=False)
+    _watchers: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _is_hurried: bool = field(default=False, init=False)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(16, thread_name_prefix="stop"), init=False
+    )
 
     def get(self, key: str) -> Engine | None:
         """Return the engine under `key`, even while it starts or stops; None if there is none."""
@@ -196,7 +175,7 @@ class EngineSupervisor:
         try:
             engine = await self._launch(key, port, backend, start_file, gpus)
         except OSError as error:
-            self._ports.release(port, clock.monotonic())
+            self.ports.release(port, clock.monotonic())
             raise StartFailed(f"{start_file} cannot be started: {error.strerror}") from error
         log.info("started key=%s backend=%s port=%d pid=%d", key, backend, port, engine.process.pid)
         try:
@@ -209,26 +188,25 @@ class EngineSupervisor:
         log.info("ready key=%s port=%d", key, port)
         return engine
 
-    async def stop(self, key: str, *, force: bool) -> StopOutcome:
+    async def stop(self, key: str, *, force: bool) -> StopModelReply:
         """Stop one process, with `Free` first unless `force`. Return when it has ended.
 
-        If the process cannot be ended, the outcome has the error.
+        If the process cannot be ended, the reply has the error.
         """
         if launching := self._launching.get(key):
             await launching.wait()  # or its process would outlive the stop
-        engine = self._engines.get(key)
+        engine, reply = self._engines.get(key), StopModelReply(matched=True, process_key=key)
         if engine is None:
-            return StopOutcome(matched=False, terminated=True)
+            return replace(reply, matched=False, terminated=True)
+        reply = replace(reply, address=engine.address)
         if engine.stopping:
-            return StopOutcome(matched=True, address=engine.address, error="is already being stopped")
+            return replace(reply, error="is already being stopped")
         engine.stopping = True
         freed, error = (False, "") if force else await self._free(engine)
         if not await self._end(engine):
             engine.stopping = False
-            return StopOutcome(
-                True, freed, False, engine.address, f"process {engine.process.pid} cannot be killed"
-            )
-        return StopOutcome(True, freed, True, engine.address, error)
+            return replace(reply, freed=freed, error=f"process {engine.process.pid} cannot be killed")
+        return replace(reply, freed=freed, terminated=True, error=error)
 
     async def ensure_stopped(self, keys: Sequence[str], *, force: bool) -> list[str]:
         """Stop these processes one after another; return the keys that had a process.
@@ -242,9 +220,7 @@ class EngineSupervisor:
                 continue
             outcome = await self.stop(key, force=force)
             if not outcome.terminated and engine.stopping:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(FREE_SECONDS + 2 * GRACE_SECONDS):
-                        await engine.ended.wait()
+                await cancellation.wait_for(engine.ended, FREE_SECONDS + 2 * GRACE_SECONDS)
             if not engine.ended.is_set():
                 raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended_keys))
             ended_keys.append(key)
@@ -259,21 +235,21 @@ class EngineSupervisor:
 
     def hurry(self) -> None:
         """Skip graceful stops from now on."""
-        self._hurry = True
+        self._is_hurried = True
 
     async def close(self) -> None:
         """Stop all engines gracefully and concurrently."""
-        await asyncio.gather(*(self.stop(engine.key, force=self._hurry) for engine in self.engines()))
+        await asyncio.gather(*(self.stop(engine.key, force=self._is_hurried) for engine in self.engines()))
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
     def _allocate_port(self, key: str) -> int:
         while True:
-            port = self._ports.allocate(key, clock.monotonic())
+            port = self.ports.allocate(key, clock.monotonic())
             if is_bindable(port):
                 return port
             log.warning("port %d is in use by another program; trying another", port)
-            self._ports.release(port, clock.monotonic())
+            self.ports.release(port, clock.monotonic())
 
     async def _launch(
         self, key: str, port: int, backend: str, start_file: Path, gpus: tuple[str, ...]
@@ -285,13 +261,11 @@ class EngineSupervisor:
             os.chmod(program, 0o700)
         token = self.token
         variables = environment(token) | vulkan_driver_variables(folder) | visible_gpu_variables(gpus)
-        variables[processes.MARK_VARIABLE] = mark = f"{self._reaper.mark}/{secrets.token_hex(8)}"
+        variables[processes.MARK_VARIABLE] = mark = f"{self.reaper.mark}/{secrets.token_hex(8)}"
         launched = self._launching[key] = asyncio.Event()
         try:
-            process, output = await _spawn(
-                [program, "--addr", f"{self._bind_host}:{port}"], folder, variables
-            )
-            group = self._reaper.add(process.pid, seconds=GRACE_SECONDS)
+            process, output = await _spawn([program, "--addr", f"{self.bind_host}:{port}"], folder, variables)
+            group = self.reaper.add(process.pid, seconds=GRACE_SECONDS)
             client = BackendClient(f"{LOOPBACK}:{port}", token)
             engine = Engine(
                 key,
@@ -319,9 +293,7 @@ class EngineSupervisor:
     async def _wait_ready(self, engine: Engine) -> None:
         deadline = clock.monotonic() + START_SECONDS
         while clock.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(READY_POLL_SECONDS):
-                    await engine.ended.wait()
+            await cancellation.wait_for(engine.ended, READY_POLL_SECONDS)
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
             if engine.ended.is_set():
@@ -351,11 +323,8 @@ class EngineSupervisor:
         Return True if the process has ended.
         """
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._hurry)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FREE_SECONDS):
-                await engine.ended.wait()
-        return engine.ended.is_set()
+        await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._is_hurried)
+        return await cancellation.wait_for(engine.ended, FREE_SECONDS)
 
     async def _watch(self, engine: Engine) -> None:
         """Read the engine's output until the process ends, then clean up."""
@@ -370,7 +339,7 @@ class EngineSupervisor:
             log.warning("engine ended key=%s %s", engine.key, _exit_text(engine))
             if engine.ready.is_set():
                 # If it was never ready, the reply of the starting command reports the failure.
-                self._exits.add(engine.key, engine.port)
+                self.exits.add(engine.key, engine.port)
             # Its child processes must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, _end_processes, engine)
         await asyncio.wait(pumps, timeout=1.0)
@@ -378,9 +347,9 @@ class EngineSupervisor:
         for pipe in engine.output:
             pipe.transport.close()
         self._note(engine, f"[engine ended: {_exit_text(engine)}]")
-        self._rings.ended(engine.key)
-        self._reaper.discard(process.pid)
-        self._ports.release(engine.port, clock.monotonic())
+        self.rings.ended(engine.key)
+        self.reaper.discard(process.pid)
+        self.ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
         # Before the client closes: a probe checks this event first, and a closed client raises.
         engine.ended.set()
@@ -391,12 +360,12 @@ class EngineSupervisor:
             text = clean_line(line, engine.token)
             if name == "stderr":
                 engine.errors.append(text)
-            self._rings.append(engine.key, LogLine(clock.now(), name, text))
+            self.rings.append(engine.key, LogLine(clock.now(), name, text))
             log.debug("%s %s: %s", engine.key, name, text)
 
     def _note(self, engine: Engine, text: str) -> None:
         """Append a line of the worker to the engine's output, for events that no engine can log."""
-        self._rings.append(engine.key, LogLine(clock.now(), "stderr", text))
+        self.rings.append(engine.key, LogLine(clock.now(), "stderr", text))
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,15 @@
 import asyncio
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import Choice, GalleryEntry, GalleryUnreadable
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, files
 from localai_cluster.kit.errors import NotFound
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker.backend_store import PARTIAL_PREFIX, remove_old_partials
@@ -26,23 +25,16 @@ SLOW_SECONDS = 5.0
 """Seconds after which a failure counts as slow. An address that fails at once may be tried again."""
 
 
+@dataclass(eq=False, repr=False)
 class Galleries:
     """The galleries of one worker; `copies` is the folder for last good copies of their indexes."""
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        served: OpenServed,
-        roots: Sequence[Path],
-        github_url: str,
-        copies: Path | None,
-    ) -> None:
-        self._client = client
-        self._served = served
-        self._roots = roots
-        self._github_url = github_url
-        self._copies = copies
-        self._skipped_until: dict[str, float] = {}
+    client: httpx.AsyncClient
+    served: OpenServed
+    roots: Sequence[Path]
+    github_url: str
+    copies: Path | None
+    _skipped_until: dict[str, float] = field(default_factory=dict, init=False)
 
     async def choose(self, name: str, galleries: Sequence[Gallery], capability: str) -> Choice:
         """Return the build for `name` on this machine.
@@ -85,16 +77,16 @@ class Galleries:
 
         return await gallery_index.fetch(
             gallery,
-            self._client,
+            self.client,
             served=self._read_served,
-            resolve=lambda path: gallery_index.check_inside(path, self._roots),
-            github_url=self._github_url,
+            resolve=lambda path: gallery_index.check_inside(path, self.roots),
+            github_url=self.github_url,
             skip=skip,
             on_failure=note,
         )
 
     async def _read_served(self, name: str) -> bytes:
-        answer = await self._served(name, gallery_index.UNENCODED_HEADERS)
+        answer = await self.served(name, gallery_index.UNENCODED_HEADERS)
         try:
             return await gallery_index.read_bounded_body(answer)
         finally:
@@ -102,9 +94,9 @@ class Galleries:
 
     def _copy_of(self, gallery: Gallery) -> Path | None:
         """Return the path of the last good copy; None for a local index, which needs no copy."""
-        if self._copies is None or gallery_index.local_path(gallery.url) is not None:
+        if self.copies is None or gallery_index.local_path(gallery.url) is not None:
             return None
-        return self._copies / f"{hashlib.sha256(gallery.url.encode()).hexdigest()}.yaml"
+        return self.copies / f"{hashlib.sha256(gallery.url.encode()).hexdigest()}.yaml"
 
     def _keep(self, gallery: Gallery, text: bytes) -> None:
         """Replace the copy in one step, because other installs may write or read it."""
@@ -113,15 +105,7 @@ class Galleries:
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             remove_old_partials(copy.parent)
-            with tempfile.NamedTemporaryFile(dir=copy.parent, prefix=PARTIAL_PREFIX, delete=False) as file:
-                try:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.replace(file.name, copy)
-                except OSError:
-                    os.unlink(file.name)
-                    raise
+            files.replace_file(copy, text, prefix=PARTIAL_PREFIX)
         except OSError as error:
             log.warning("cannot keep a copy of gallery %s: %s", gallery.name, error)
 

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import platform
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import psutil
 
 from localai_cluster.gallery_index import SMALL_VRAM
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, untrusted
 from localai_cluster.worker.gpu_drivers import (
     AmdGpus,
     FirstDriver,
@@ -57,7 +56,9 @@ class GpuReader:
         Raise NoDriver only if no GPU was ever read, because such a machine has no GPU driver.
         """
         if self._reading is None or self._reading.done():
-            self._reading, self._deadline = _in_thread(self._source.read), clock.monotonic() + READ_LIMIT
+            # The driver may hang, and must not delay the end of the process.
+            self._reading = untrusted.in_daemon_thread(self._source.read)
+            self._deadline = clock.monotonic() + READ_LIMIT
         try:
             async with asyncio.timeout(max(self._deadline - clock.monotonic(), 0.0)):
                 gpus = await asyncio.wrap_future(self._reading)
@@ -102,21 +103,6 @@ def create_reader(simulated: Simulation | None, users: Callable[[], Iterable[Gpu
     return GpuReader(SimulatedGpus(simulated, users) if simulated else drivers)
 
 
-def _in_thread(work: Callable[[], list[Gpu]]) -> "Future[list[Gpu]]":
-    """Run `work` in a daemon thread: it may hang, and must not delay the end of the process."""
-    future: Future[list[Gpu]] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="gpus", daemon=True).start()
-    return future
-
-
 GPU_QUERY = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
 GPU_TIMEOUT = 5.0
 MIB = 1024 * 1024
@@ -153,31 +139,20 @@ class Gpus:
         return cls(total, free, vendor, capability, tuple(gpus) if by_id else None)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Bytes of main memory and disk; None if unknown."""
+def measure_figures(models: Path) -> dict[str, int]:
+    """Return the bytes of main memory, and of the disk of `models` or of its nearest existing parent folder.
 
-    total_ram: int | None
-    available_ram: int | None
-    total_disk: int | None
-    available_disk: int | None
-
-    def measured_values(self, *names: str) -> dict[str, int]:
-        """Return the values of these fields that could be measured, by field name."""
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-def measure_figures(models: Path) -> Figures:
-    """Measure main memory, and the disk of `models` or of its nearest existing parent folder."""
-    ram_total = ram_free = disk_total = disk_free = None
-    with contextlib.suppress(OSError):
-        memory = psutil.virtual_memory()
-        ram_total, ram_free = int(memory.total), int(memory.available)
+    The result lacks what cannot be measured.
+    """
+    figures: dict[str, int] = {}
     with contextlib.suppress(OSError):
         existing = next(folder for folder in (models, *models.parents) if folder.exists())
         usage = psutil.disk_usage(str(existing))
-        disk_total, disk_free = int(usage.total), int(usage.free)
-    return Figures(ram_total, ram_free, disk_total, disk_free)
+        figures |= {"total_disk": int(usage.total), "available_disk": int(usage.free)}
+    with contextlib.suppress(OSError):
+        memory = psutil.virtual_memory()
+        figures |= {"total_ram": int(memory.total), "available_ram": int(memory.available)}
+    return figures
 
 
 async def process_memory(pid: int, reader: GpuReader) -> tuple[int, int]:

@@ -5,6 +5,7 @@ An extra heartbeat reports an engine that has ended by itself at once.
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,8 @@ COPIED_NOTICE = (
 
 async def measure_figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     """Measure the figures for the body of a heartbeat."""
-    measured: dict[str, Any] = hardware.measure_figures(models).measured_values(
-        "available_ram", "total_disk", "available_disk"
-    )
+    measured: dict[str, Any] = hardware.measure_figures(models)
+    measured.pop("total_ram", None)  # sent with registrations only
     gpus = await hardware.read_gpus(reader)
     if gpus is None or gpus == Gpus() or gpus.free is None:
         return measured
@@ -40,6 +40,7 @@ async def measure_figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     return measured if gpus.each is None else measured | {"gpus": [gpu.report for gpu in gpus.each]}
 
 
+@dataclass(eq=False, repr=False)
 class HeartbeatLoop:
     """Sends heartbeats until it is cancelled.
 
@@ -50,30 +51,18 @@ class HeartbeatLoop:
     `problem` describes a condition that an administrator must resolve.
     """
 
-    def __init__(
-        self,
-        control_plane: ControlPlane,
-        off_bus: Callable[[], str],
-        interval: float,
-        node_id: Callable[[], str],
-        measure: Callable[[], Awaitable[dict[str, Any]]],
-        register: Callable[[], Awaitable[None]],
-        register_once: Callable[[], Awaitable[None]],
-        unsubscribe: Callable[[], Awaitable[None]],
-        exits: Exits,
-    ) -> None:
-        self._control_plane = control_plane
-        self._off_bus = off_bus
-        self._interval = interval
-        self._node_id = node_id
-        self._measure = measure
-        self._register = register
-        self._register_once = register_once
-        self._unsubscribe = unsubscribe
-        self._exits = exits
-        self._reminded: dict[str, float] = {}
-        self._paused_until = 0.0
-        self.problem = ""
+    control_plane: ControlPlane
+    off_bus: Callable[[], str]
+    interval: float
+    node_id: Callable[[], str]
+    measure: Callable[[], Awaitable[dict[str, Any]]]
+    register: Callable[[], Awaitable[None]]
+    register_once: Callable[[], Awaitable[None]]
+    unsubscribe: Callable[[], Awaitable[None]]
+    exits: Exits
+    _reminded: dict[str, float] = field(default_factory=dict, init=False)
+    _paused_until: float = field(default=0.0, init=False)
+    problem: str = field(default="", init=False)
 
     async def run(self) -> None:
         """Send a heartbeat at every interval and at every exit; the first after one interval.
@@ -81,9 +70,9 @@ class HeartbeatLoop:
         A further heartbeat follows soon after an exit, because it reports the memory that the engine has
         freed.
         """
-        due_at = clock.monotonic() + self._interval
+        due_at = clock.monotonic() + self.interval
         while True:
-            hurried = await self._exits.wait_for_exit(due_at - clock.monotonic())
+            hurried = await self.exits.wait_for_exit(due_at - clock.monotonic())
             try:
                 await self.send(hurried=hurried)
             except GaveUp:
@@ -92,7 +81,7 @@ class HeartbeatLoop:
                 # A failed measurement must not stop the engines of this machine.
                 log.exception("heartbeat failed")
             due_at = (
-                min(due_at, clock.monotonic() + EXIT_DELAY) if hurried else clock.monotonic() + self._interval
+                min(due_at, clock.monotonic() + EXIT_DELAY) if hurried else clock.monotonic() + self.interval
             )
 
     async def send(self, *, hurried: bool = False) -> None:
@@ -101,36 +90,36 @@ class HeartbeatLoop:
         Without the bus no heartbeat is sent, so that the node becomes stale. A `hurried` heartbeat has no
         figures, because reading the GPUs takes time.
         """
-        if reason := self._off_bus():
+        if reason := self.off_bus():
             HEARTBEATS.labels("off_bus").inc()
             self._log_reminder("bus", f"no heartbeat: {reason}")
             return
         if clock.monotonic() < self._paused_until:
             return
-        body: dict[str, Any] = {} if hurried else dict(await self._measure())
-        sent_at, exits = clock.monotonic(), self._exits.due()
+        body: dict[str, Any] = {} if hurried else dict(await self.measure())
+        sent_at, exits = clock.monotonic(), self.exits.due()
         if exits:
             body["ended_processes"] = [ended.report for ended in exits]
         try:
-            await self._control_plane.heartbeat(self._node_id(), body)
+            await self.control_plane.heartbeat(self.node_id(), body)
         except CallFailed as error:
             HEARTBEATS.labels("refused" if 400 <= error.http_status < 500 else "failed").inc()
             await self._handle_failure(error)
         else:
             HEARTBEATS.labels("ok").inc()
             self.problem = ""
-            self._exits.answered(exits, sent_at)
+            self.exits.answered(exits, sent_at)
 
     async def _handle_failure(self, error: CallFailed) -> None:
         if error.http_status == 404:
             self.problem = "the control plane no longer knows this node"
             log.warning("%s; registering again", self.problem)
-            await self._register()
+            await self.register()
         elif error.is_credential_refused:
             await self._handle_refusal(error)
         elif error.http_status == 409:
             self.problem = "another process has registered with this node's secret"
-            await self._unsubscribe()
+            await self.unsubscribe()
             self._log_reminder("copied", f"heartbeat refused: {error}. {COPIED_NOTICE}", logging.ERROR)
         else:
             self._pause(error.wait)
@@ -143,17 +132,17 @@ class HeartbeatLoop:
         it would refuse another registration too, and if it accepted the registration, it would forget the
         node's replicas.
         """
-        is_stock = self._control_plane.kind is ServerKind.STOCK
+        is_stock = self.control_plane.kind is ServerKind.STOCK
         refused = "the registration token" if is_stock else "this node's secret"
         self.problem = f"the control plane refuses {refused}"
         if not self._is_reminder_due("refused"):
             return
         try:
-            if is_stock and not await self._control_plane.knows_secrets():
+            if is_stock and not await self.control_plane.knows_secrets():
                 log.error("heartbeat refused: %s%s", error, hint(error))
                 return
             log.warning("heartbeat refused: %s; registering again", error)
-            await self._register_once()
+            await self.register_once()
         except CallFailed as refusal:
             # A revoked secret stays revoked, and every attempt counts against this address.
             self._pause(REMIND_EVERY)

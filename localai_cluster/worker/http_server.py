@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import UTC
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -31,6 +32,7 @@ WRITE_LIMIT = 30.0
 """Seconds within which a client must accept a message (§12.7)."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerApplication:
     """The ASGI application of the worker.
 
@@ -39,28 +41,20 @@ class WorkerApplication:
     them.
     """
 
-    def __init__(
-        self,
-        problem: Callable[[], str],
-        rings: LogRings,
-        files: FileServer,
-        token: Callable[[], str],
-        scraper: str,
-    ) -> None:
-        self._problem = problem
-        self._files = files
-        self._rings = rings
-        self._token = token
-        self._scraper = scraper
-        self._readers: set[asyncio.Task[None]] = set()
+    problem: Callable[[], str]
+    rings: LogRings
+    files: FileServer
+    token: Callable[[], str]
+    scraper: str
+    _readers: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Handle one request or websocket."""
         if scope["type"] == "websocket":
             await self._socket(scope, receive, send)
             return
-        if self._files.serves(raw_path(scope)):
-            await self._files(Exchange(scope, receive, send), _is_authorized(scope, [self._token()]))
+        if self.files.serves(raw_path(scope)):
+            await self.files(Exchange(scope, receive, send), _is_authorized(scope, [self.token()]))
             return
         status, text, kind = self._answer(scope)
         headers = {"content-type": kind, "cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -70,7 +64,7 @@ class WorkerApplication:
         """Return status, body and content type of a response."""
         path, method = scope["path"], scope["method"]
         if path in ("/healthz", "/readyz"):
-            problem = self._problem() if path == "/readyz" else ""
+            problem = self.problem() if path == "/readyz" else ""
             if method not in ("GET", "HEAD"):
                 return 405, "method not allowed", PLAIN
             return (503, f"not ready: {problem}", PLAIN) if problem else (200, "ok", PLAIN)
@@ -79,12 +73,12 @@ class WorkerApplication:
             return 404, "not found", PLAIN
         if method != "GET":
             return 405, "method not allowed", PLAIN
-        tokens = [self._token()] if name is not None else [self._token(), self._scraper]
+        tokens = [self.token()] if name is not None else [self.token(), self.scraper]
         if not _is_authorized(scope, tokens):
             return 401, "unauthorized", PLAIN
         if name is None:
             return 200, registries.text("worker").decode(), registries.CONTENT_TYPE
-        body = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
+        body = _json_lines(self.rings.lines(name)) if name else json.dumps(self.rings.models())
         return 200, body, "application/json"
 
     def end_readers(self) -> None:
@@ -117,7 +111,7 @@ class WorkerApplication:
         name = _log_name(scope)
         if not name or not name.endswith("/ws"):
             return 404, "not found"
-        if not _is_authorized(scope, [self._token()]):
+        if not _is_authorized(scope, [self.token()]):
             return 401, "unauthorized"
         origin = header(scope, b"origin")
         if origin and urlsplit(origin).netloc.lower() != header(scope, b"host").lower():
@@ -129,7 +123,7 @@ class WorkerApplication:
     async def _tail(self, name: str, send: Any) -> None:
         """Send the present lines, then each new line, until the client stops reading."""
         await send({"type": "websocket.accept"})
-        with contextlib.suppress(TimeoutError), self._rings.follow(name) as cursor:
+        with contextlib.suppress(TimeoutError), self.rings.follow(name) as cursor:
             lines, _ = cursor.take()
             await _write(send, f'{{"type":"initial","lines":{_json_lines(lines)}}}')
             while True:

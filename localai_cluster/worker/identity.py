@@ -12,13 +12,12 @@ import hashlib
 import logging
 import os
 import secrets
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.worker.files.disk import sync_folder
+from localai_cluster.kit.files import create_file, replace_file, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class NodeIdentity:
 
     def _write_servers(self, origins: list[str]) -> None:
         self._servers = origins
-        _write(self._servers_path, "".join(f"{origin}\n" for origin in origins))
+        replace_file(self._servers_path, "".join(f"{origin}\n" for origin in origins))
 
     def _replace_file(self) -> None:
         os.rename(self._next, self._path)
@@ -137,37 +136,12 @@ def _read_servers(path: Path) -> list[str] | None:
         raise IdentityError(f"cannot read {path}: {error}. Make it a file that this user owns.") from error
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace a file in one step; the content survives a power cut. Raise OSError."""
-    new_file = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(new_file, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(new_file, path)
-        sync_folder(path.parent)
-    finally:
-        new_file.unlink(missing_ok=True)
-
-
 def _create(path: Path) -> str:
     """Create a secret unless one exists: 64 hex digits, mode 0600; the file survives a power cut."""
-    new_file = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        descriptor = os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
-            file.flush()
-            os.fsync(descriptor)
-        # A link is atomic and never replaces a secret that another process made first.
-        with suppress(FileExistsError):
-            os.link(new_file, path)
-        sync_folder(path.parent)
+        create_file(path, f"{secrets.token_hex(SECRET_BYTES)}\n")
     except OSError as error:
         raise _unwritable(path, error) from error
-    finally:
-        new_file.unlink(missing_ok=True)
     return _read(path)
 
 

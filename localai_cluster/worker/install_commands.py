@@ -10,6 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +50,21 @@ OpenProgress = Callable[[str, str], ProgressStream]
 """Opens the progress stream for the id of an operation and the name of a backend."""
 
 
+@dataclass(eq=False, repr=False)
 class InstallCommands:
     """Runs installs and upgrades, at most one per backend at a time."""
 
-    def __init__(
-        self,
-        config: Config,
-        store: BackendStore,
-        installer: Installer,
-        supervisor: EngineSupervisor,
-        progress: OpenProgress,
-        gpus_known: Callable[[Sequence[str]], bool],
-    ) -> None:
-        self._config = config
-        self._store = store
-        self._installer = installer
-        self._supervisor = supervisor
-        self._progress = progress
-        self._gpus_known = gpus_known
-        self._running: dict[Any, Command] = {}
-        self._stops: set[asyncio.Task[Any]] = set()
-        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+    config: Config
+    store: BackendStore
+    installer: Installer
+    supervisor: EngineSupervisor
+    progress: OpenProgress
+    gpus_known: Callable[[Sequence[str]], bool]
+    _running: dict[Any, Command] = field(default_factory=dict, init=False)
+    _stops: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(
+        default_factory=weakref.WeakValueDictionary, init=False
+    )
 
     async def install(self, request: InstallRequest) -> InstallReply:
         """Run `backend.install`; return errors in the reply. Raise Stopped if the worker shuts down."""
@@ -103,9 +98,9 @@ class InstallCommands:
         while not task.done():
             if clock.monotonic() > deadline:
                 raise Conflict("the engine of the cancelled command is still being stopped")
-            engine = self._supervisor.get(command.key)
+            engine = self.supervisor.get(command.key)
             if engine is not None and not engine.stopping:
-                stop = asyncio.create_task(self._supervisor.stop(command.key, force=True))
+                stop = asyncio.create_task(self.supervisor.stop(command.key, force=True))
                 self._stops.add(stop)
                 stop.add_done_callback(self._stops.discard)
             await asyncio.wait({task}, timeout=_POLL_SECONDS)
@@ -117,7 +112,7 @@ class InstallCommands:
 
     async def close(self) -> None:
         """Cancel the running commands."""
-        self._installer.close()
+        self.installer.close()
         tasks = [command.task for command in self._running.values() if command.task is not None]
         for task in tasks:
             task.cancel()
@@ -157,7 +152,7 @@ class InstallCommands:
         return reply
 
     async def _install(self, request: InstallRequest, command: Command) -> InstallReply:
-        stream = self._progress(request.op_id, request.backend) if request.op_id else None
+        stream = self.progress(request.op_id, request.backend) if request.op_id else None
         try:
             with command.interruptible():
                 return await self._ensure_installed(
@@ -176,13 +171,13 @@ class InstallCommands:
     ) -> InstallReply:
         name = requested_name(request)
         key = process_key(model_name(request.model_id) or name, _slot(request.replica_index))
-        if not self._gpus_known(request.gpus):
+        if not self.gpus_known(request.gpus):
             raise InvalidInput(f"this node has no such GPUs: {_shorten(request.gpus)}", field="gpus")
         async with self._exclusive(name):
             if request.force:
                 keys = await self._keys(name)
                 with command.uninterruptible():
-                    await self._supervisor.ensure_stopped([*keys, key], force=True)
+                    await self.supervisor.ensure_stopped([*keys, key], force=True)
             elif not request.install_only and (
                 engine := await self._reusable_engine(key, name, command, request.gpus)
             ):
@@ -195,7 +190,7 @@ class InstallCommands:
             async with self._lock(f"\0{key}"):  # no backend name contains a NUL
                 engine = await self._reusable_engine(key, name, command, request.gpus)
                 if engine is None:
-                    entry = await asyncio.to_thread(self._store.find, name)
+                    entry = await asyncio.to_thread(self.store.find, name)
                     backend = entry.name if entry else name
                     engine = await self._start(command, key, backend, start_file, request.gpus)
                 return self._success(engine)
@@ -204,9 +199,9 @@ class InstallCommands:
         self, command: Command, key: str, backend: str, start_file: Path, gpus: tuple[str, ...]
     ) -> Engine:
         with command.uninterruptible(key):
-            engine = await self._supervisor.start(key, backend, start_file, gpus)
+            engine = await self.supervisor.start(key, backend, start_file, gpus)
             if command.halt.cancelled:
-                await self._supervisor.stop(key, force=True)
+                await self.supervisor.stop(key, force=True)
         return engine
 
     async def _reusable_engine(
@@ -217,35 +212,35 @@ class InstallCommands:
         Otherwise stop the engine and return None. If `gpus` are given, the engine must use exactly these
         GPUs.
         """
-        engine = self._supervisor.get(key)
+        engine = self.supervisor.get(key)
         if engine is None:
             return None
         if engine.stopping or not engine.alive:
             await engine.ended.wait()
             return None
-        names = await asyncio.to_thread(self._store.identity, name)
+        names = await asyncio.to_thread(self.store.identity, name)
         has_other_gpus = bool(gpus) and engine.gpus != gpus
         if engine.backend not in names or has_other_gpus or not engine.same_folder():
             with command.uninterruptible():
-                await self._supervisor.ensure_stopped([key], force=False)
+                await self.supervisor.ensure_stopped([key], force=False)
             return None
         return engine if await engine.wait_started() else None
 
     async def _ensure_files(
         self, request: InstallRequest, name: str, command: Command, report: Report
     ) -> Path:
-        start_file = await asyncio.to_thread(self._store.start_file, name)
+        start_file = await asyncio.to_thread(self.store.start_file, name)
         if start_file is not None and not request.force:
             return start_file
-        installed = await self._installer.install(self._source(request, name), report, command.halt)
+        installed = await self.installer.install(self._source(request, name), report, command.halt)
         for candidate in (name, installed):
-            start_file = await asyncio.to_thread(self._store.start_file, candidate)
+            start_file = await asyncio.to_thread(self.store.start_file, candidate)
             if start_file is not None:
                 return start_file
         raise InstallFailed(f'backend "{name}" not found after install attempt')
 
     async def _upgrade(self, request: UpgradeRequest, command: Command) -> UpgradeReply:
-        stream = self._progress(request.op_id, request.backend) if request.op_id else None
+        stream = self.progress(request.op_id, request.backend) if request.op_id else None
         stopped: list[str] = []
         try:
             name = requested_name(request)
@@ -253,10 +248,10 @@ class InstallCommands:
                 async with self._exclusive(name):
                     keys = [*await self._keys(name), process_key(name, _slot(request.replica_index))]
                     with command.uninterruptible():
-                        stopped += await self._supervisor.ensure_stopped(keys, force=True)
+                        stopped += await self.supervisor.ensure_stopped(keys, force=True)
                     source = self._source(request, name)
                     report = stream.report if stream else ignore_tick
-                    await self._installer.install(source, report, command.halt)
+                    await self.installer.install(source, report, command.halt)
             return report_stopped(stopped)
         except Stopped:
             raise
@@ -267,10 +262,10 @@ class InstallCommands:
                 await stream.finish()
 
     async def _keys(self, name: str) -> list[str]:
-        return self._supervisor.of_backend(await asyncio.to_thread(self._store.identity, name))
+        return self.supervisor.of_backend(await asyncio.to_thread(self.store.identity, name))
 
     def _source(self, request: InstallRequest | UpgradeRequest, name: str) -> InstallSource:
-        galleries: tuple[Gallery, ...] = self._config.backend_galleries
+        galleries: tuple[Gallery, ...] = self.config.backend_galleries
         if request.backend_galleries:
             galleries = decode_galleries(request.backend_galleries)
         if request.uri:
@@ -278,7 +273,7 @@ class InstallCommands:
         return InstallSource(request.backend or request.name, galleries)
 
     def _success(self, engine: Engine) -> InstallReply:
-        return InstallReply(True, address=f"{self._config.advertise_host}:{engine.port}", gpus=engine.gpus)
+        return InstallReply(True, address=f"{self.config.advertise_host}:{engine.port}", gpus=engine.gpus)
 
     @contextlib.asynccontextmanager
     async def _exclusive(self, name: str) -> AsyncIterator[None]:
@@ -288,7 +283,7 @@ class InstallCommands:
         """
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._lock(name))
-            start_file = await asyncio.to_thread(self._store.start_file, name)
+            start_file = await asyncio.to_thread(self.store.start_file, name)
             build = start_file.parent.name if start_file else folder_name(name)
             if build.lower() != name.lower():
                 await stack.enter_async_context(self._lock(build))

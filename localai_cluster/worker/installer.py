@@ -28,7 +28,6 @@ from localai_cluster.messaging.messages import Gallery, encode
 from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, ImageMissing
 from localai_cluster.registries.client import Registries
-from localai_cluster.registries.references import ImageReference
 from localai_cluster.worker.archives import unpack
 from localai_cluster.worker.backend_store import (
     BACKUP_SUFFIX,
@@ -46,6 +45,7 @@ from localai_cluster.worker.download import (
     Downloads,
     Images,
     OpenServed,
+    PulledImage,
     hash_problem,
     partial_path,
     sha256_of,
@@ -110,6 +110,10 @@ class _InstallContext:
 
     report: Report
     halt: Halt
+
+    def show_bytes(self, done: int, total: int, name: str) -> None:
+        """Report bytes as the progress of a download."""
+        self.report(Tick("downloading", done, total, name))
 
 
 def _reason_unverified(source: _Source) -> str:
@@ -248,45 +252,36 @@ class Installer:
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:
             metadata = replace(metadata, installed_at=clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"))
-            if (reference := references.parse(source.location)) is not None:
-                await self._install_image(reference, folder, metadata, context)
-                return folder
-            if gallery_index.local_path(source.location) is not None:
+            path = gallery_index.local_path(source.location)
+            if references.parse(source.location) is None and path is not None:
                 fill, digest = await in_thread(self._local_source, source, folder, context)
                 metadata = replace(metadata, digest=digest)
                 await self._in_thread(context.halt, self._fill_and_swap, fill, folder, metadata, context.halt)
-                return folder
-            archive = self._archive(source, folder)
-            halt = context.halt
-            await self._downloads.fetch(archive, lambda *m: context.report(Tick("downloading", *m)), halt)
-            size = archive.partial.lstat().st_size
-            context.report(Tick("downloading", size, size, "unpacking"))
-            fill = _unpack_into([archive.partial], Throttle(0), halt, lambda *_: None)
-            try:
-                # If the gallery has a hash, the download has verified it.
-                digest_hex = source.sha256 or await in_thread(sha256_of, archive.partial, halt)
-                metadata = replace(metadata, digest=DIGEST + digest_hex)
-                await self._in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
-            finally:
-                if halt.cancelled or not halt.is_set():  # otherwise the next install resumes it
-                    archive.partial.unlink(missing_ok=True)
+            else:
+                await self._install_download(source, folder, metadata, context)
         return folder
 
-    async def _install_image(
-        self, reference: ImageReference, folder: str, metadata: Metadata, context: _InstallContext
+    async def _install_download(
+        self, source: _Source, folder: str, metadata: Metadata, context: _InstallContext
     ) -> None:
-        halt = context.halt
-
-        def show(done: int, total: int, name: str) -> None:
-            context.report(Tick("downloading", done, total, name))
-
-        image = await self._images.pull(reference, folder, show, halt)
-        failpoints.passed("worker.pull:complete")
+        halt, reference = context.halt, references.parse(source.location)
+        if reference is not None:
+            image = await self._images.pull(reference, folder, context.show_bytes, halt)
+            failpoints.passed("worker.pull:complete")
+        else:
+            archive = self._archive(source, folder)
+            await self._downloads.fetch(archive, context.show_bytes, halt)
+            image = PulledImage("", (archive.partial,))
         size = sum(path.lstat().st_size for path in image.layers)
-        context.report(Tick("downloading", size, size, "unpacking"))
-        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, is_image=True)
+        context.show_bytes(size, size, "unpacking")
+        is_image = reference is not None
+        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, is_image=is_image)
         try:
-            metadata = replace(metadata, digest=image.digest)
+            # If the gallery has a hash, the download has verified it.
+            digest = image.digest or DIGEST + (
+                source.sha256 or await in_thread(sha256_of, image.layers[0], halt)
+            )
+            metadata = replace(metadata, digest=digest)
             await self._in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
         finally:
             if halt.cancelled or not halt.is_set():  # otherwise the next install resumes it
@@ -322,14 +317,11 @@ class Installer:
         except (ValueError, OSError) as error:
             raise InstallFailed(str(error)) from error
 
-        def show(done: int, total: int, name: str) -> None:
-            context.report(Tick("downloading", done, total, name))
-
         if real.is_file() and archive_stem(real.name) is not None:
             digest_hex = sha256_of(real, context.halt)
             if problem := hash_problem(digest_hex, source.sha256):
                 raise InstallFailed(f"{path}: {problem}")
-            return _unpack_into([real], self._throttle, context.halt, show), DIGEST + digest_hex
+            return _unpack_into([real], self._throttle, context.halt, context.show_bytes), DIGEST + digest_hex
         if not real.is_dir():
             raise InstallFailed(
                 f"{path} is not a folder or an archive ({', '.join(SUFFIXES)}) on this worker"
@@ -337,7 +329,7 @@ class Installer:
         target = self._store.backends / folder
         if real.is_relative_to(target.resolve()) or self._store.backends.resolve().is_relative_to(real):
             raise InstallFailed(f"{real} is the installed backend itself, or contains it")
-        return lambda staged: copy_tree(real, staged, self._throttle, context.halt, show), ""
+        return lambda staged: copy_tree(real, staged, self._throttle, context.halt, context.show_bytes), ""
 
     async def _in_thread(self, halt: Halt, call: Callable[..., None], *arguments: Any) -> None:
         """Run `call` on one of the few threads. A cancellation has no effect after `call` has succeeded."""

@@ -85,12 +85,8 @@ async def _wait_for_requests(control_plane: ControlPlane, node_id: str, hurry: a
         if running <= 0:
             return
         log.info("waiting for %d running request(s)", running)
-        try:
-            async with asyncio.timeout(POLL_EVERY):
-                await hurry.wait()
+        if await cancellation.wait_for(hurry, POLL_EVERY):
             return
-        except TimeoutError:
-            continue
     log.warning("requests are still running after %g s; shutting down anyway", POLL_LIMIT)
 
 

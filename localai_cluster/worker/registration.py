@@ -8,15 +8,14 @@ Credentials from the settings are used unchanged and never replaced.
 """
 
 import asyncio
-import contextlib
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from localai_cluster import __version__
-from localai_cluster.kit import backoff, clock
+from localai_cluster.kit import backoff, cancellation, clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
@@ -30,7 +29,7 @@ from localai_cluster.worker.control_plane import (
     ServerKind,
 )
 from localai_cluster.worker.engines import Engine
-from localai_cluster.worker.hardware import Figures, Gpus, system_facts
+from localai_cluster.worker.hardware import Gpus, system_facts
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,9 @@ class GaveUp(ClusterError):
     code = "registration_failed"
 
 
-def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_token: str) -> dict[str, Any]:
+def body(
+    config: Config, capability: str, gpus: Gpus, measured: Mapping[str, int], engine_token: str
+) -> dict[str, Any]:
     """Return the registration body of a backend worker (worker.md §5.1), without the registration token.
 
     The worker's engines accept only calls with `engine_token`.
@@ -65,7 +66,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
         "version": __version__,
         "system": system_facts(),
-        **measured.measured_values("total_disk", "available_disk", "total_ram", "available_ram"),
+        **measured,
     }
     if gpus.each is not None:
         values["gpus"] = [gpu.report for gpu in gpus.each]
@@ -263,10 +264,8 @@ class BusCredentials:
                 )
 
     async def _until_due(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            pause = None if self._due_at is None else max(self._due_at - clock.monotonic(), 0.0)
-            async with asyncio.timeout(pause):
-                await self._refused.wait()
+        pause = None if self._due_at is None else max(self._due_at - clock.monotonic(), 0.0)
+        if await cancellation.wait_for(self._refused, pause):
             await asyncio.sleep(max(self._not_before - clock.monotonic(), 0.0))
 
     def _retry_pause(self) -> float:

@@ -5,6 +5,7 @@ are copied as links and never followed. All functions block and run in a thread.
 """
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError
@@ -46,6 +48,17 @@ def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
     free = shutil.disk_usage(folder).free
     if size + HEADROOM > free:
         raise DiskFull(f"{size} {what} do not fit on the disk of {folder} ({free} free). Free up space.")
+
+
+def hash_of(file: IO[bytes], stopped: threading.Event, size: int | None = None) -> "hashlib._Hash":
+    """Return the hash object of the next `size` bytes (default: all) of a file. Raise Stopped or OSError."""
+    digest = hashlib.sha256()
+    while piece := file.read(CHUNK if size is None else min(CHUNK, size)):
+        if stopped.is_set():
+            raise Stopped(SHUTDOWN_MESSAGE)
+        digest.update(piece)
+        size = None if size is None else size - len(piece)
+    return digest
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from nodes.api.base import (
 )
 from nodes.models import NodeLabel, scheduling
 from nodes.registry import overrides
-from nodes.registry.labels import merge_labels, remove_label, set_labels
+from nodes.registry.labels import edit_labels
 from nodes.registry.overrides import MAX_BUDGET_LENGTH, MAX_CAP
 
 LABEL_KEY = OpenApiParameter(
@@ -75,13 +75,13 @@ class LabelsView(NodeView):
     def put(self, request: Request, node_id: str) -> Response:
         """Replaces all labels; automatic ones return when the worker registers again."""
         parsed_id = require_node_id(node_id)
-        return Response(set_labels(parsed_id, parse_labels(request), **edit_arguments(request)))
+        return Response(edit_labels(parsed_id, parse_labels(request), drop=None, **edit_arguments(request)))
 
     @_describe_labels("nodes_labels_merge", "Add or change labels")
     def patch(self, request: Request, node_id: str) -> Response:
         """Other labels stay; the answer has all of them."""
         parsed_id = require_node_id(node_id)
-        return Response(merge_labels(parsed_id, parse_labels(request), **edit_arguments(request)))
+        return Response(edit_labels(parsed_id, parse_labels(request), **edit_arguments(request)))
 
 
 def parse_labels(request: Request) -> dict[str, str]:
@@ -108,7 +108,7 @@ class LabelView(NodeView):
     )
     def delete(self, request: Request, node_id: str, key: str) -> Response:
         """Succeeds also if the node does not have the label."""
-        remove_label(require_node_id(node_id), key, **edit_arguments(request))
+        edit_labels(require_node_id(node_id), {}, drop=(key,), **edit_arguments(request))
         return Response(status=204)
 
 

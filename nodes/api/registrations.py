@@ -36,7 +36,7 @@ from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
 from nodes.api import worker_routes
 from nodes.api.base import request_example, response_example
-from nodes.models import NodeType
+from nodes.models import JoinToken, NodeType
 from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
 from nodes.registry.labels import MAX_LABELS, MAX_VALUE_LENGTH
@@ -384,7 +384,7 @@ def _server_host(headers: dict[bytes, str]) -> str:
 
 async def _authenticate(
     scope: worker_routes.Scope, headers: dict[bytes, str], address: str
-) -> tuple[str, joining.JoinTicket | None]:
+) -> tuple[str, JoinToken | None]:
     """Return the header's token, and its ticket if it is a join token. Raise the errors for 401 and 429."""
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:

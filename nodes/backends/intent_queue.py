@@ -125,19 +125,8 @@ async def wait_until_drained(
         await asyncio.sleep(LOAD_POLL_SECONDS if withdrawal.last_of else POLL_SECONDS)
 
 
-async def return_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
-    """Return replicas that the attempt did not stop to the picks, unless the worker may be busy."""
-    if intent.row.spares_requests and not (isinstance(settlement, PutBack) and settlement.busy):
-        await in_thread(drains.end_upgrade, intent.id, intent.fence)
-
-
-async def apply_late_confirmation(intent: Intent, settlement: Settlement) -> None:
-    """Make the intent due now if an operator confirmed between the last check and the settlement."""
-    if isinstance(settlement, OperatorNeeded):
-        await in_thread(_make_due_if_confirmed, intent, settlement)
-
-
 def _make_due_if_confirmed(intent: Intent, settlement: OperatorNeeded) -> None:
+    """Make the intent due now if an operator confirmed between the last check and the settlement."""
     if _confirmed_models(intent) != settlement.confirmed:
         with committed("sparing.hear"):
             intents.make_due([intent.id], now=clock.now())
@@ -303,7 +292,8 @@ class IntentQueue:
             await _restore_replicas(intent, settlement)
             await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
             measurement.outcome = _event(settlement)
-        await apply_late_confirmation(intent, settlement)
+        if isinstance(settlement, OperatorNeeded):
+            await in_thread(_make_due_if_confirmed, intent, settlement)
 
     async def _write(self, batch: Sequence[Written]) -> Sequence[None]:
         outcomes = {attempt: (settlement, ticks) for attempt, settlement, ticks in batch}
@@ -436,12 +426,15 @@ def _event(settlement: Settlement) -> Event:
 
 
 async def _restore_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
-    """Return the replicas to the picks; errors are only logged, so that the worker's reply is not lost.
+    """Return replicas that the attempt did not stop to the picks, unless the worker may be busy.
 
-    After an error, `drains.return_without_upgrade` returns the replicas later.
+    Errors are only logged, so that the worker's reply is not lost. After an error,
+    `drains.return_without_upgrade` returns the replicas later.
     """
+    if not intent.row.spares_requests or (isinstance(settlement, PutBack) and settlement.busy):
+        return
     try:
-        await return_replicas(intent, settlement)
+        await in_thread(drains.end_upgrade, intent.id, intent.fence)
     except Exception:
         log.exception("%s (%s): its replicas are not back in the picks yet", intent, intent.id)
 

@@ -28,6 +28,7 @@ from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost, update_rows
 from localai_cluster.kit.locks import Lock, try_lock
 from nodes.backends import waves
+from nodes.backends.installed import Build
 from nodes.models import BackendNode, NodeBackend, NodeStatus, PendingBackendOp
 from nodes.models.inventory import PendingBackendOpQuerySet
 from operations.changes import events
@@ -136,20 +137,12 @@ _DUE = f"""
 
 
 @dataclass(frozen=True)
-class ListedBuild:
-    """A backend as its node reported it in its last list."""
-
-    version: str
-    digest: str
-
-
-@dataclass(frozen=True)
 class Intent:
     """One claimed intent, with the rows that its execution needs."""
 
     row: PendingBackendOp
     node: BackendNode
-    listed_build: ListedBuild | None
+    listed_build: Build | None
     """The build that the node listed before this attempt; None if the node listed none."""
 
     @property
@@ -266,7 +259,7 @@ def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
     nodes = BackendNode.objects.only(*_NODE_COLUMNS).in_bulk({row.node_id for row in rows})
     listed = NodeBackend.objects.filter(node_id__in=nodes, name__in={row.backend for row in rows})
     listed_builds = {
-        (node_id, name): ListedBuild(version, digest)
+        (node_id, name): Build(version, digest)
         for node_id, name, version, digest in listed.values_list("node_id", "name", "version", "digest")
     }
     return [

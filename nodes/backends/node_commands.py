@@ -11,7 +11,6 @@ running engines. Both commands are idempotent.
 import asyncio
 import contextlib
 import hashlib
-import ipaddress
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -20,13 +19,13 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from localai_cluster import gallery_index
-from localai_cluster.kit import conf, errors, names
+from localai_cluster.kit import addresses, conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import decode_galleries, encode_galleries
 from nodes.backends import inventory
-from nodes.backends.installed import is_from_address
-from nodes.backends.intents import Ended, Intent, ListedBuild
+from nodes.backends.installed import Build, is_from_address
+from nodes.backends.intents import Ended, Intent
 from nodes.commands.commands import DELETE_TIMEOUT, Worker
 from nodes.commands.outcomes import CommandFailed, Done, NotSent, Outcome, Refused, StillRunning
 from nodes.commands.shared_commands import OnProgress
@@ -174,11 +173,7 @@ def offered_to(node: BackendNode) -> GalleryOffer:
 
 def is_loopback(address: str) -> bool:
     """Return True if a node that registered from this address runs on the server's own machine."""
-    try:
-        ip = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+    return addresses.is_number(address) and addresses.is_loopback(address)
 
 
 async def _send(
@@ -269,15 +264,15 @@ async def _conclude_upgrade(
     return Ended(reason=f"nothing changed: {current.version or 'the same files'} was installed before")
 
 
-def _stored_version(intent: Intent) -> ListedBuild | None:
+def _stored_version(intent: Intent) -> Build | None:
     rows = NodeBackend.objects.filter(node=intent.node, name=intent.row.backend)
     row = rows.values_list("version", "digest").first()
-    return ListedBuild(*row) if row else None
+    return Build(*row) if row else None
 
 
 def _has_new_version(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
     before = intent.listed_build
-    return listed is not None and before is not None and ListedBuild(listed.version, listed.digest) != before
+    return listed is not None and before is not None and Build(listed.version, listed.digest) != before
 
 
 async def _send_delete(

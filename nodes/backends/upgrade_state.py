@@ -6,7 +6,7 @@ result of the first controller is discarded. Every change sends a NOTIFY on `CHA
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -28,15 +28,6 @@ RETRY_AFTER = 300.0
 _REASON_LENGTH = 1000
 """Maximum length of the stored reason why a gallery could not be read; it may quote the gallery."""
 _ROW = UpgradeCheck.objects.filter(pk=UpgradeCheck.ONLY)
-_UNCHECKED_COLUMNS: Mapping[str, Any] = {
-    "revision": 0,
-    "checked_at": None,
-    "requested": 0,
-    "completed": 0,
-    "processed": 0,
-    "problems": {},
-    "galleries": "",
-}
 
 
 @dataclass(frozen=True)
@@ -51,13 +42,13 @@ class CheckClaim:
 class UpgradeCheckState:
     """State of the upgrade check."""
 
-    revision: int
-    checked_at: datetime | None
-    requested: int
-    completed: int
-    processed: int
-    problems: Mapping[str, str]
-    galleries: str
+    revision: int = 0
+    checked_at: datetime | None = None
+    requested: int = 0
+    completed: int = 0
+    processed: int = 0
+    problems: Mapping[str, str] = field(default_factory=dict)
+    galleries: str = ""
 
     @property
     def checking(self) -> bool:
@@ -67,7 +58,7 @@ class UpgradeCheckState:
 
 def read_state() -> UpgradeCheckState:
     """Read the state of the upgrade check; one query."""
-    return UpgradeCheckState(**(_ROW.values(*_UNCHECKED_COLUMNS).first() or _UNCHECKED_COLUMNS))
+    return UpgradeCheckState(**(_ROW.values(*UpgradeCheckState.__dataclass_fields__).first() or {}))
 
 
 def request_check() -> None:

@@ -176,8 +176,7 @@ def _turn_after_pause(
 
     The targets of the next wave hold the end of the pause as their next check (`catch_up`).
     """
-    waves = [target.wave for target in all_parts if target.wave is not None and targets.awaits_wave(target)]
-    opening = [target for target in all_parts if targets.awaits_wave(target) and target.wave == min(waves)]
+    opening = _next_wave(all_parts)
     pause_ends = [target.next_check_at for target in opening if target.next_check_at is not None]
     if options.pause_seconds and opening and not pause_ends:
         until = now + timedelta(seconds=options.pause_seconds)
@@ -191,13 +190,18 @@ def _turn_after_pause(
 
 def next_turn(operation: Operation, all_parts: Sequence[OperationTarget]) -> Turn | None:
     """Make the next wave the open wave and return it; None if there is no further wave."""
-    waves = [target.wave for target in all_parts if target.wave is not None and targets.awaits_wave(target)]
-    if not waves:
+    opening = _next_wave(all_parts)
+    if not opening:
         return None
-    operation.open_wave = min(waves)
-    return operation, [
-        target for target in all_parts if target.wave == operation.open_wave and targets.awaits_wave(target)
-    ]
+    operation.open_wave = opening[0].wave
+    return operation, opening
+
+
+def _next_wave(all_parts: Sequence[OperationTarget]) -> list[OperationTarget]:
+    """Return the targets of the first wave that has not opened."""
+    unopened = [target for target in all_parts if targets.awaits_wave(target)]
+    first = min((target.wave for target in unopened if target.wave is not None), default=None)
+    return [target for target in unopened if target.wave == first]
 
 
 def attach(

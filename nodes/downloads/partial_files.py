@@ -25,7 +25,7 @@ from typing import Self
 
 import msgspec
 
-from localai_cluster.kit import failpoints, untrusted
+from localai_cluster.kit import failpoints, files, untrusted
 from localai_cluster.kit.errors import ClusterError
 
 FOLDER = ".downloads"
@@ -134,7 +134,7 @@ class PartialFile:
             or any(span.end < 0 or span.start < span.at > status.st_size for span in journal.spans)
         ):
             self.restart(url, sha256)
-        elif sha256 or (journal.url == url and journal.validator and journal.boot == _boot_id()):
+        elif sha256 or (journal.url == url and journal.validator and journal.boot == files.boot_id()):
             journal.url = url
             self.journal = journal
         else:
@@ -145,7 +145,7 @@ class PartialFile:
         with self._lock:
             os.ftruncate(self._descriptor, 0)
             inode = os.fstat(self._descriptor).st_ino
-            self.journal = Journal(self.journal.path, url, sha256, boot=_boot_id(), inode=inode)
+            self.journal = Journal(self.journal.path, url, sha256, boot=files.boot_id(), inode=inode)
             self.digest = hashlib.sha256()
             self._write_journal()
 
@@ -218,7 +218,7 @@ class PartialFile:
             os.fchmod(self._descriptor, 0o644)
             os.fsync(self._descriptor)
             os.replace(self._data, target)
-            _sync_folder(target.parent)
+            files.sync_folder(target.parent)
             failpoints.passed("download:published")
             _journal_of(self._data).unlink(missing_ok=True)
         return target
@@ -295,14 +295,6 @@ def _read_journal(data: Path) -> Journal | None:
     return journal if is_sound else None
 
 
-def _boot_id() -> str:
-    """Return the id of the machine's current boot; "" if the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _check_folder(models: Path, folder: Path) -> Path:
     """Return the folder, or its nearest existing parent.
 
@@ -323,16 +315,8 @@ def _make_folders(models: Path, folder: Path) -> None:
     existing = _check_folder(models, folder)
     folder.mkdir(parents=True, exist_ok=True)
     while existing != folder:
-        _sync_folder(existing)
+        files.sync_folder(existing)
         existing = existing / folder.relative_to(existing).parts[0]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_free_space(models: Path, missing: int) -> None:

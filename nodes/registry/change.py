@@ -10,14 +10,14 @@ replicas afterwards, so that a pass over the fleet and another transaction never
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from django.contrib.auth import get_user_model
 from django.db import IntegrityError, connection, transaction
-from django.db.models import CASCADE, F
+from django.db.models import CASCADE
 from psycopg.errors import UniqueViolation
 
 from localai_cluster.accounts.actors import Actor
@@ -82,6 +82,8 @@ class Change:
         self._request = request or logs.request_id.get()
         self._columns: dict[str, Any] = {}
         self._entries: list[Entry] = []
+        self.replicas_depart = False
+        """True if the node's replicas depart when the change is saved."""
 
     def apply(
         self,
@@ -104,7 +106,11 @@ class Change:
         if after != before or (event in ALWAYS_RECORDED and not routine):
             statuses = {"before": states.status_of(before), "after": states.status_of(after)}
             self.record_event(event_kind(event), actor, reason, detail, **statuses)
-        self._depart(states.TRANSITIONS[event].replicas)
+        ended_replicas = states.TRANSITIONS[event].replicas
+        if ended_replicas == "all" or (
+            ended_replicas == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
+        ):
+            self.replicas_depart = True
         return after != before
 
     def set(self, **values: Any) -> None:
@@ -158,15 +164,11 @@ class Change:
         self._columns, self._entries = {}, []
         return names_set, entries
 
-    def _depart(self, ended_replicas: states.Replicas) -> None:
-        if ended_replicas == "all" or (
-            ended_replicas == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
-        ):
-            engines.depart(self.node.id, now=self.now)
-
 
 def save_all(changes: Sequence[Change]) -> None:
     """Write changes to different nodes at one time, in a constant number of statements."""
+    if departed := [change.node.id for change in changes if change.replicas_depart]:
+        engines.depart(*departed, now=changes[0].now)
     changes = [change for change in changes if change.has_changes]
     if not changes:
         return
@@ -254,25 +256,18 @@ def lock_in_order(nodes: BackendNodeQuerySet) -> list[BackendNode]:
 
 def apply_to_all(
     nodes: Sequence[BackendNode], event: Event, actor: Actor, why: EventReason, *, now: datetime
-) -> list[UUID]:
-    """Apply `event` to those locked nodes for which the table allows it; return their ids."""
-    entries: list[Entry] = []
-    updates: dict[tuple[tuple[str, Any], ...], list[UUID]] = {}
+) -> int:
+    """Apply `event` to those locked nodes for which the table allows it; return their number."""
+    changes: list[Change] = []
     for node in nodes:
-        before = facts_of(node)
-        after = states.apply(event, before)
-        if isinstance(after, states.Refusal) or (after == before and event not in ALWAYS_RECORDED):
-            continue
-        cause, detail = why(node)
-        statuses = states.status_of(before), states.status_of(after)
-        entries.append(Entry(node.id, node.name, event_kind(event), actor, cause, *statuses, detail))
-        changed = tuple(changed_columns(before, after, actor, cause, now).items())
-        updates.setdefault(changed, []).append(node.id)
-    for values, ids in updates.items():
-        rows = BackendNode.objects.filter(pk__in=ids)
-        rows.update(**dict(values), revision=F("revision") + 1, updated_at=now)
-    _publish(entries, event, now)
-    return [entry.node_id for entry in entries]
+        change = Change(node, now)
+        reason, detail = why(node)
+        with suppress(errors.Conflict):
+            change.apply(event, actor, reason=reason, detail=detail)
+        if change.has_changes:
+            changes.append(change)
+    save_all(changes)
+    return len(changes)
 
 
 def remove_all(nodes: BackendNodeQuerySet, actor: Actor, *, now: datetime, reason: str = "") -> set[UUID]:
@@ -326,13 +321,3 @@ def _delete(ids: Sequence[UUID]) -> None:
             f"WITH {deletions} SELECT pg_notify(%(channel)s, id::text) FROM d0",
             {"ids": list(ids), "channel": events.NODES},
         )
-
-
-def _publish(entries: Sequence[Entry], event: Event, now: datetime) -> None:
-    if not entries:
-        return
-    ids = [entry.node_id for entry in entries]
-    if states.TRANSITIONS[event].replicas == "all":
-        engines.depart(*ids, now=now)
-    timeline.record(*entries, at=now)
-    events.notify(events.NODES, *map(str, ids))

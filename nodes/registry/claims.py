@@ -218,11 +218,16 @@ def _rename(change: Change, name: str) -> None:
     change.set(name=name, name_key=names.key(name))
 
 
+def _forget_worker(change: Change, **columns: Any) -> None:
+    """Clear the process, the engines' token and the user of the previous worker; set these columns."""
+    change.set(instance="", former_instances=[], engine_token="", **columns)
+    lifecycle.revoke_agent(change)
+
+
 def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
     """Bind the claimant's secret; clear the previous worker's state until the claimant registers."""
     _replace_secret(change, conflict.claim, actor)
-    change.set(instance="", former_instances=[], engine_token="")
-    lifecycle.revoke_agent(change)
+    _forget_worker(change)
     change.apply(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
 
 
@@ -230,16 +235,13 @@ def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> Non
     """Move the node to the claimed address; the previous worker is refused, also on the bus."""
     if not change.node.weak_identity:
         raise errors.Conflict("the node has a secret of its own by now", field="kind")
-    change.set(
+    _forget_worker(
+        change,
         source_address=conflict.source_address,
         address=conflict.advertised_address or change.node.address,
         http_address="",
         fingerprint="",  # another identity: credentials for the bus end
-        instance="",
-        former_instances=[],
-        engine_token="",
     )
-    lifecycle.revoke_agent(change)
     change.apply(Event.HANDED_OVER, actor, reason=Kind.ADDRESS.label, detail=_detail(conflict))
 
 
@@ -310,15 +312,7 @@ def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> B
     with node_change(node_id, now) as change:
         change.apply(Event.REVOKED, actor, reason=reason)
         _store_revocation(change, actor)
-        lifecycle.revoke_agent(change)
-        change.set(
-            fingerprint="",
-            weak_identity=False,
-            rotation_requested_at=None,
-            instance="",
-            former_instances=[],
-            engine_token="",
-        )
+        _forget_worker(change, fingerprint="", weak_identity=False, rotation_requested_at=None)
     return change.node
 
 

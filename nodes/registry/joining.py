@@ -11,7 +11,6 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -45,15 +44,6 @@ class TokenState(StrEnum):
     REVOKED = "revoked"
     EXPIRED = "expired"
     USED_UP = "used_up"
-
-
-@dataclass(frozen=True)
-class JoinTicket:
-    """A valid token without its secret: the facts for a registration and the timeline."""
-
-    id: UUID
-    note: str
-    created_by: str
 
 
 class TokenRefused(errors.NotAuthenticated):
@@ -153,8 +143,8 @@ def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:
         raise errors.NotFound("join token not found")
 
 
-def recognise(token: str, fingerprint: str, now: datetime) -> JoinTicket:
-    """Return the ticket of a token that a worker sends with its secret; "" without a secret.
+def recognise(token: str, fingerprint: str, now: datetime) -> JoinToken:
+    """Return the row of a token that a worker sends with its secret; "" without a secret.
 
     Raises WrongCredential for an unknown token. Raises TokenRefused if the token no longer admits new nodes,
     unless the secret belongs to a node that has not been revoked. One or two queries.
@@ -162,15 +152,10 @@ def recognise(token: str, fingerprint: str, now: datetime) -> JoinTicket:
     row = JoinToken.objects.filter(token_hash=hash_secret(token)).first() if is_join_token(token) else None
     if row is None:
         raise WrongCredential("invalid registration token")
-    _require_usable(row, fingerprint, now)
-    return JoinTicket(row.pk, row.note, row.created_by)
-
-
-def _require_usable(row: JoinToken, fingerprint: str, now: datetime) -> None:
     token_state = state(row, now)
-    if token_state == TokenState.USABLE or is_bound(fingerprint):
-        return
-    raise _unusable(row, token_state)
+    if token_state != TokenState.USABLE and not is_bound(fingerprint):
+        raise _unusable(row, token_state)
+    return row
 
 
 def _unusable(row: JoinToken, token_state: TokenState) -> TokenRefused:
@@ -183,7 +168,7 @@ def _unusable(row: JoinToken, token_state: TokenState) -> TokenRefused:
     return TokenRefused(f"{reasons.get(token_state, 'this join token has just been used')}; make another one")
 
 
-def spend_uses(newcomers: Iterable[tuple[JoinTicket, str]], now: datetime) -> None:
+def spend_uses(newcomers: Iterable[tuple[JoinToken, str]], now: datetime) -> None:
     """Spend one use for each new node (ticket and name), in the caller's transaction.
 
     One conditional UPDATE for each token, in the order of ids: concurrent transactions wait for each other

@@ -10,12 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from uuid import UUID
 
-from django.db import transaction
-
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, NodeEvent, NodeLabel
-from nodes.registry.change import Change, lock_node
+from nodes.registry.change import Change, node_change
 from nodes.scheduling.passes import clear_cooldowns
 
 MAX_LABELS = 64
@@ -54,55 +52,25 @@ def _check(key: str, value: str) -> None:
     names.check_text(value, field)
 
 
-def set_labels(
-    node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
-) -> dict[str, str]:
-    """Replace all labels; return the new set.
-
-    The registry's own labels return at the next registration (R1.40).
-    """
-    check_labels(labels)
-    return _edit(node_id, labels, None, actor, now, revision)
-
-
-def merge_labels(
-    node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
-) -> dict[str, str]:
-    """Set these labels and keep all others; return the new set."""
-    check_labels(labels)
-    return _edit(node_id, labels, (), actor, now, revision)
-
-
-def remove_label(
-    node_id: UUID, key: str, *, actor: Actor, now: datetime, revision: int | None = None
-) -> dict[str, str]:
-    """Remove this label if it exists; return the new set."""
-    return _edit(node_id, {}, (key,), actor, now, revision)
-
-
 def edit_labels(
-    node_id: UUID, labels: Mapping[str, str], *, drop: Collection[str], actor: Actor, now: datetime
-) -> dict[str, str]:
-    """Set these labels and remove the keys in `drop`, as one change; return the new set."""
-    check_labels(labels)
-    return _edit(node_id, labels, drop, actor, now)
-
-
-def _edit(
     node_id: UUID,
-    new_labels: Mapping[str, str],
-    drop: Collection[str] | None,
+    labels: Mapping[str, str],
+    *,
+    drop: Collection[str] | None = (),
     actor: Actor,
     now: datetime,
     revision: int | None = None,
 ) -> dict[str, str]:
-    """Write the administrator's labels and remove the keys in `drop`; with None, remove all other keys."""
-    with transaction.atomic():
-        change = Change(lock_node(node_id, revision), now)
+    """Set the administrator's labels and remove the keys in `drop` (None: all others); return the new set.
+
+    Raise InvalidInput, NotFound, or Conflict for another `revision` of the node.
+    """
+    check_labels(labels)
+    with node_change(node_id, now, revision) as change:
         before = _labels(change.node)
-        removed_keys = {key for key in before if (key not in new_labels if drop is None else key in drop)}
-        _check_count(before.keys() - removed_keys | new_labels.keys())
-        _write(change.node, new_labels, Source.ADMIN)
+        removed_keys = {key for key in before if (key not in labels if drop is None else key in drop)}
+        _check_count(before.keys() - removed_keys | labels.keys())
+        _write(change.node, labels, Source.ADMIN)
         _remove(change.node, removed_keys)
         _record_change(change, actor, before, _labels(change.node))
         change.save()

@@ -173,7 +173,7 @@ def mark_in_doubt(
     reason = f"no heartbeat for more than {limit:.0f} s{detail}"
     with transaction.atomic():
         nodes = lock_in_order(silent.filter(pk__in=node_ids, unhealthy_at__isnull=True))
-        return len(apply_to_all(nodes, Event.MARKED_UNHEALTHY, actor, lambda node: (reason, {}), now=now))
+        return apply_to_all(nodes, Event.MARKED_UNHEALTHY, actor, lambda node: (reason, {}), now=now)
 
 
 def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
@@ -183,7 +183,7 @@ def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
     """
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.all())
-        return len(apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
+        return apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now)
 
 
 def mark_silent(
@@ -199,7 +199,7 @@ def mark_silent(
     reason = f"no heartbeat for more than {limit:.0f} s{detail}"
     with transaction.atomic():
         nodes = lock_in_order(silent)
-        return len(apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
+        return apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now)
 
 
 def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
@@ -213,8 +213,8 @@ def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -
     responsive = BackendNode.objects.filter(pk__in=node_ids, last_heartbeat__gt=F("unhealthy_at"))
     with transaction.atomic():
         nodes = lock_in_order(responsive)
-        return len(
-            apply_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now)
+        return apply_to_all(
+            nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now
         )
 
 
@@ -293,14 +293,13 @@ def finish_drains(*, now: datetime) -> int:
         ended_nodes = [
             node for node in nodes if node.id in running and (not running[node.id] or _is_overdue(node, now))
         ]
-        ended = apply_to_all(
+        return apply_to_all(
             ended_nodes,
             Event.DRAIN_ENDED,
             actors.task("drains"),
             lambda node: _drain_end_cause(running[node.id]),
             now=now,
         )
-    return len(ended)
 
 
 def _due(now: datetime) -> list[UUID]:

@@ -3,34 +3,24 @@
 Rows are read without model instances, in a constant number of queries for any number of nodes.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 from uuid import UUID
 
 import orjson
 from django.db import connection
-from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextField, Value, When
+from django.db.models import Case, TextField, Value, When
 from django.db.models.expressions import RawSQL
 
 from localai_cluster import __version__
 from localai_cluster.kit.leases import as_array
 from localai_cluster.web.shapes import TEXT, Row, Shape, Time, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
+from nodes.models import BackendNode, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
 from nodes.registry import shape
 from nodes.registry.lifecycle import Approval, ApprovalResult
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 from nodes.replicas import reserved_memory
-
-
-class LabelsOf(Aggregate):
-    """Aggregate: the labels of a group as one JSON text."""
-
-    # Half the price of `jsonb_object_agg`, which sorts the keys.
-    template = "json_object_agg(%(expressions)s)::text"
-    output_field = TextField()
-
 
 _VERSION = "{0}.xmin::text || {0}.ctid::text || (SELECT pg_postmaster_start_time()::text)"
 """SQL: the transaction that wrote a row, its physical position (ctid), and the server's start time.
@@ -64,9 +54,7 @@ def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragmen
     counts are always read.
     """
     ids = list(nodes.values_list(text("id"), flat=True))
-    with connection.cursor() as cursor:
-        cursor.execute(_ROW_PARTS, {"ids": None if whole else ids, "counted": list(COUNTED_IN_FLIGHT)})
-        parts = {id: (version, end) for id, version, end in cursor}
+    parts = _read_parts(None if whole else ids)
     known = [(id, _cached.get(id, ("", ""))) for id in parts]
     current = {id: cached for id, cached in known if cached[0] == parts[id][0]}
     if len(current) < len(parts):
@@ -83,18 +71,21 @@ def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragmen
     return [orjson.Fragment(current[id][1] + parts[id][1]) for id in ids if id in current and id in parts]
 
 
+def _read_parts(ids: list[str] | None) -> dict[str, tuple[str, str]]:
+    """Return the version of each node's row and the end of its list element, by id; None = of all nodes."""
+    with connection.cursor() as cursor:
+        cursor.execute(_ROW_PARTS, {"ids": ids, "counted": list(COUNTED_IN_FLIGHT)})
+        return {id: (version, end) for id, version, end in cursor}
+
+
 def list_rows(nodes: BackendNodeQuerySet, *, of: Shape = shape.NODE) -> list[Row]:
     """Return the list elements of these nodes, in their order."""
     rows = of.rows(nodes)
-    ids = [row["id"] for row in rows]
-    counts, labels, conflicts = _counts(ids), _labels(ids), _open_conflicts(ids)
+    parts = _read_parts([row["id"] for row in rows])
     for row in rows:
-        node = row["id"]
-        row["model_count"], row["in_flight_count"] = counts.get(node, (0, 0))
-        if node in labels:
-            row["labels"] = orjson.loads(labels[node])
-        if node in conflicts:
-            row["open_conflicts"] = conflicts[node]
+        # A node may have been removed meanwhile.
+        _, end = parts.get(row["id"], ("", ',"model_count":0,"in_flight_count":0}'))
+        row |= orjson.loads("{" + end.removeprefix(","))
         if difference := version_skew_of(row):
             row["version_skew"] = difference
     return rows
@@ -104,24 +95,6 @@ def version_skew_of(row: Row) -> str:
     """Return the version difference of a node; the row may have any shape of a node."""
     weak = bool(row.get("weak_identity"))
     return version_skew(row["node_type"], row.get("worker_version", ""), weak=weak)
-
-
-def _group_by_node(rows: QuerySet[Any], ids: Collection[str]) -> QuerySet[Any]:
-    return rows.filter(node_id__in=ids).order_by().values("node_id").values_list(text("node_id"))
-
-
-def _counts(ids: Collection[str]) -> dict[str, tuple[int, int]]:
-    rows = _group_by_node(NodeModel.objects.filter(state__in=COUNTED_IN_FLIGHT), ids)
-    counted = rows.annotate(loaded=Count("pk", filter=Q(state="loaded")), running=Sum("in_flight"))
-    return {node: (loaded, running) for node, loaded, running in counted}
-
-
-def _labels(ids: Collection[str]) -> dict[str, str]:
-    return dict(_group_by_node(NodeLabel.objects.all(), ids).annotate(labels=LabelsOf(F("key"), F("value"))))
-
-
-def _open_conflicts(ids: Collection[str]) -> dict[str, int]:
-    return dict(_group_by_node(NodeConflict.objects.filter(state="open"), ids).annotate(claims=Count("pk")))
 
 
 def detail_row(node_id: UUID) -> Row | None:

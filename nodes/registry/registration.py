@@ -20,7 +20,7 @@ from localai_cluster.kit import addresses, conf, errors, logs, names
 from localai_cluster.kit.locks import limit_lock_wait
 from localai_cluster.messaging.messages import process_key
 from localai_cluster.messaging.servers import Credentials
-from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase
+from nodes.models import BackendNode, JoinToken, NodeConflict, NodeModel, NodeType, Phase
 from nodes.registry import (
     bus_credentials,
     claims,
@@ -94,7 +94,7 @@ class Claim:
     fingerprint: str
     instance: str
     source_address: str
-    ticket: joining.JoinTicket | None = None
+    ticket: JoinToken | None = None
     request_id: str = field(default_factory=logs.request_id.get)
 
 
@@ -104,7 +104,7 @@ def claim(
     secret: str,
     instance: str = "",
     source_address: str,
-    ticket: joining.JoinTicket | None = None,
+    ticket: JoinToken | None = None,
 ) -> Claim:
     """Check a registration and return the claim.
 
@@ -119,7 +119,7 @@ def claim(
     return Claim(registration, _fingerprint(secret, ticket), instance, source_address, ticket)
 
 
-def _fingerprint(secret: str, ticket: joining.JoinTicket | None) -> str:
+def _fingerprint(secret: str, ticket: JoinToken | None) -> str:
     if secret:
         return identity.check_node_secret(secret)
     if ticket is not None:
@@ -212,7 +212,7 @@ def register_all(
         ]
 
 
-def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[joining.JoinTicket, str]]:
+def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[JoinToken, str]]:
     """Return the join tokens to spend: from claims whose secret is not yet bound to their node."""
     return [
         (new_claim.ticket, new_claim.registration.name)
@@ -407,7 +407,7 @@ def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: boo
     return change
 
 
-def _ticket_columns(ticket: joining.JoinTicket | None) -> dict[str, Any]:
+def _ticket_columns(ticket: JoinToken | None) -> dict[str, Any]:
     """Return the columns that record the join ticket; the note and creator outlive the ticket's row."""
     if ticket is None:
         return {"joined_with": None, "joined_note": "", "joined_by": ""}

@@ -160,18 +160,21 @@ class Finder:
         except SourceError as error:
             return None, 0, error.message
 
+    async def _gguf_header(self, file: SourceFile) -> tuple[Header | None, str]:
+        """Return the header of a GGUF file, or None and the reason why it cannot be read."""
+        try:
+            return await probing.gguf_header(self.opener, file), ""
+        except SourceError as error:
+            return None, error.message
+
     async def _find_in_registry(self, reference: ImageRef) -> SourceModel:
         model = await images.read_model(self.opener, reference)
         if model.unsupported:
             reason = f"{reference.name} has {', '.join(model.unsupported)}, which is not supported"
             raise InvalidInput(f"text: {reason}", field="text")
-        files, problem = tuple(model.files()), ""
-        header, context = None, 0
-        try:
-            header = await probing.gguf_header(self.opener, files[0])
-            context = probing.trained_context(header)
-        except SourceError as error:
-            problem = error.message
+        files = tuple(model.files())
+        header, problem = await self._gguf_header(files[0])
+        context = probing.trained_context(header)
         name = writing.model_name(reference.name.removesuffix(":latest"))
         settings = writing.definition_of(name, model.variant, model.folder, context=context)
         if header is not None and header.architecture.endswith("bert"):
@@ -215,7 +218,14 @@ class Finder:
                 field="text",
             )
         variant = _single_file_variant(file_name, total)
-        return await self._find_file("https", shown, source, variant, folder)
+        name = writing.model_name(PurePosixPath(variant.main).stem)
+        file = replace(source, size=variant.size)
+        header = await probing.gguf_header(self.opener, file) if variant.format == "gguf" else None
+        context = probing.trained_context(header)
+        task = "automatic-speech-recognition" if variant.format == "file" else ""
+        settings = writing.definition_of(name, variant, folder, task=task, context=context)
+        choice = Choice(variant, settings, (file,), header, context)
+        return SourceModel("https", shown, shown, name, (choice,), task="chat", urls=(shown,))
 
     async def _find_object(self, reference: ObjectRef) -> SourceModel:
         address = f"s3://{reference.bucket}/{reference.key}"
@@ -240,10 +250,7 @@ class Finder:
 
         header, problem = None, ""
         if (first := next((each for each in found if each.format == "gguf"), None)) is not None:
-            try:
-                header = await probing.gguf_header(self.opener, sources(first)[0])
-            except SourceError as error:
-                problem = error.message
+            header, problem = await self._gguf_header(sources(first)[0])
         context = probing.trained_context(header)
 
         def build_choice(variant: Variant) -> Choice:
@@ -273,10 +280,8 @@ class Finder:
         main = next((file for file in files if file.path == definition.model), None)
         header = None
         if main is not None and main.path.endswith(".gguf") and main.size:
-            try:
-                header = await probing.gguf_header(self.opener, main)
-            except SourceError as error:
-                problem = error.message
+            header, unreadable = await self._gguf_header(main)
+            problem = unreadable or problem
         variant = _entry_variant(files, definition.model, str(definition.options.get("MMProj") or ""), entry)
         choice = Choice(
             variant, writing.settings_of(plan.text), files, header, probing.trained_context(header)
@@ -314,35 +319,16 @@ class Finder:
     async def _add_sizes(self, files: Sequence[SourceFile]) -> tuple[tuple[SourceFile, ...], str]:
         """Return the files with the sizes that their sources report, and the first problem."""
 
-        async def size(file: SourceFile) -> SourceFile | SourceError:
+        async def size(file: SourceFile) -> tuple[SourceFile, str]:
             try:
                 _, total = await probing.read_start(self.opener, file, 1)
-                return replace(file, size=total)
+                return replace(file, size=total), ""
             except SourceError as error:
-                return error
+                return file, error.message
 
         sized = await asyncio.gather(*map(size, files[:MAX_PROBED]))
-        problem = next((each.message for each in sized if isinstance(each, SourceError)), "")
-        pairs = zip(files, sized, strict=False)
-        known = [old if isinstance(new, SourceError) else new for old, new in pairs]
-        return (*known, *files[MAX_PROBED:]), problem
-
-    async def _find_file(
-        self, kind: str, address: str, file: SourceFile, variant: Variant, folder: str
-    ) -> SourceModel:
-        name = writing.model_name(PurePosixPath(variant.main).stem)
-        choice = await self._build_choice(name, variant, folder, (replace(file, size=variant.size),))
-        return SourceModel(kind, address, address, name, (choice,), task="chat", urls=(address,))
-
-    async def _build_choice(
-        self, name: str, variant: Variant, folder: str, files: tuple[SourceFile, ...]
-    ) -> Choice:
-        """Return the choice of a variant; read its header from the source."""
-        header = await probing.gguf_header(self.opener, files[0]) if variant.format == "gguf" else None
-        context = probing.trained_context(header)
-        task = "automatic-speech-recognition" if variant.format == "file" else ""
-        settings = writing.definition_of(name, variant, folder, task=task, context=context)
-        return Choice(variant, settings, files, header, context)
+        problem = next((problem for _, problem in sized if problem), "")
+        return (*(file for file, _ in sized), *files[MAX_PROBED:]), problem
 
 
 def _files_variant(files: Sequence[SourceFile], model: str, projector: str = "") -> Variant:

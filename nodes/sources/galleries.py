@@ -90,10 +90,10 @@ def task_of(entry: GalleryEntry) -> str:
     return next(iter(catalogue.use_cases(entry.tags)), "")
 
 
-async def plan_of(entry: GalleryEntry, outbound: Outbound, *, name: str = "") -> ImportPlan:
+async def plan_of(entry: GalleryEntry, outbound: Outbound) -> ImportPlan:
     """Return the plan of an entry; raise InvalidInput, SourceError or GalleryUnreadable."""
     document = await _document(entry, outbound)
-    wanted = name or writing.model_name(entry.name)
+    wanted = writing.model_name(entry.name)
     text = writing.text_of(writing.with_name(document.config, wanted))
     writing.check_text(text)
     # The entry comes after its document, so of two files of one name its own counts.

@@ -22,9 +22,9 @@ from localai_cluster import join_script
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED
-from localai_cluster.embedded.resources import write_private
 from localai_cluster.kit import clock, conf, errors, settings_table
 from localai_cluster.kit.env import Environment
+from localai_cluster.kit.files import replace_file
 from nodes.registry import claims, identity, joining, lifecycle
 from nodes.scheduling import rules, store
 from nodes.scheduling.rules import Rule
@@ -99,4 +99,4 @@ class Command(BaseCommand):
     def _join_command(path: Path, url: str) -> None:
         _, token = joining.make(actor=actors.MAKE_RUN, now=clock.now(), note="make run", uses=JOIN_TOKEN_USES)
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
-        write_private(path, join_script.command(url, token, wheel) + "\n")
+        replace_file(path, join_script.command(url, token, wheel) + "\n")

@@ -12,8 +12,9 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from localai_cluster.embedded.nats import BusKeys
-from localai_cluster.embedded.resources import SetupError, private_directory, write_private
+from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.embedded.secrets import ensure_secret
+from localai_cluster.kit.files import replace_file
 from localai_cluster.kit.nkeys import Role
 
 _SEEDS: dict[str, tuple[Role, str]] = {
@@ -57,7 +58,7 @@ class Command(BaseCommand):
                 **keys.configuration(server_folder / "accounts"),
                 **_tls(options),
             }
-            write_private(folder / "nats.conf", json.dumps(configuration, indent=1) + "\n")
+            replace_file(folder / "nats.conf", json.dumps(configuration, indent=1) + "\n")
         except (OSError, ValueError, SetupError) as error:
             raise CommandError(f"cannot use {folder}: {error}") from error
         self.stdout.write(f"nats-server --config {server_folder / 'nats.conf'}")

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from localai_cluster.kit import failpoints, untrusted
+from localai_cluster.kit.files import sync_folder
 from localai_cluster.worker.cancellation import wait_for_thread
 from localai_cluster.worker.exchange import Refusal, is_digest
 from localai_cluster.worker.files.keys import HASH_SUFFIX, TARGET_SUFFIX
-from localai_cluster.worker.source_files import HEADROOM
+from localai_cluster.worker.source_files import HEADROOM, hash_of
 
 T = TypeVar("T")
 WRITERS, HASHERS = 8, 2
@@ -56,16 +57,11 @@ def _in_pool(pool: Executor, function: Callable[..., T], *arguments: Any) -> "as
     return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
-_READ_BYTES = 1024 * 1024
 SYNC_EVERY = 256 * 1024 * 1024
 """Bytes of an upload between two syncs to disk, so that the last sync is short."""
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class HashStopped(Exception):
-    """The worker shut down before a file was read completely."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +153,6 @@ def prepare_folder(path: Path, needed: int, freed_bytes: int = 0) -> None:
         sync_folder(parent.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the directory entries of a folder to disk."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def record_hash(path: Path, digest: str) -> None:
     """Record the hash of a complete file whose bytes are on disk."""
     _write_side(path, HASH_SUFFIX, digest)
@@ -187,14 +173,9 @@ def move_complete_file(source: Path, path: Path, digest: str) -> None:
 
 
 def hash_file(path: Path, stopped: threading.Event) -> str:
-    """Return the SHA-256 of the file's content. Raise HashStopped or OSError."""
-    reader = hashlib.sha256()
+    """Return the SHA-256 of the file's content. Raise Stopped or OSError."""
     with untrusted.open_file(path, follow_links=False) as file:
-        while piece := file.read(_READ_BYTES):
-            if stopped.is_set():
-                raise HashStopped
-            reader.update(piece)
-    return reader.hexdigest()
+        return hash_of(file, stopped).hexdigest()
 
 
 def cached_hash(path: Path, stopped: threading.Event) -> str:
@@ -253,7 +234,7 @@ class PartialUpload:
     def digest(self, stopped: threading.Event) -> str:
         """Return the hash of the complete file.
 
-        Raise HashStopped or OSError; Refusal 500 if the path no longer leads to this file.
+        Raise Stopped or OSError; Refusal 500 if the path no longer leads to this file.
         """
         path_status, file_status = self._path.lstat(), os.fstat(self._file.fileno())
         if (path_status.st_dev, path_status.st_ino) != (file_status.st_dev, file_status.st_ino):

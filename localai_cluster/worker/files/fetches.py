@@ -39,10 +39,10 @@ from localai_cluster.worker.download import (
 )
 from localai_cluster.worker.exchange import Exchange, Refusal, is_digest
 from localai_cluster.worker.files import disk
-from localai_cluster.worker.files.disk import HashStopped, Threads
+from localai_cluster.worker.files.disk import Threads
 from localai_cluster.worker.files.keys import Folders, ResolvedKey
 from localai_cluster.worker.files.locks import PathLocks
-from localai_cluster.worker.source_files import BadSource
+from localai_cluster.worker.source_files import BadSource, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -163,14 +163,14 @@ class Fetches:
                     await self._download(fetch, threads)
         except Refusal as refusal:
             return {"error": refusal.answer.text.strip()}
+        except Stopped:
+            return {"error": "the worker is shutting down"}
         except ClusterError as error:
             log.warning("fetch of %s: %s", fetch.key.local, error.message)
             # A shorter answer may come from a proxy of this network.
             has_changed = isinstance(error, WrongHash) and fetch.position == fetch.size
             facts = {"unreachable": fetch.is_unreachable, "changed": has_changed}
             return {"error": error.message, **{name: True for name, is_so in facts.items() if is_so}}
-        except HashStopped:
-            return {"error": "the worker is shutting down"}
         except OSError as error:
             log.warning("fetch of %s: %s", fetch.key.local, error)
             return {"error": f"the file cannot be read or written: {error.strerror or error}"}

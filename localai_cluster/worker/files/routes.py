@@ -29,10 +29,11 @@ from localai_cluster.worker.exchange import (
     validate_digest,
 )
 from localai_cluster.worker.files import disk, keys
-from localai_cluster.worker.files.disk import HashStopped, PartialUpload, State, Threads
+from localai_cluster.worker.files.disk import PartialUpload, State, Threads
 from localai_cluster.worker.files.fetches import Fetches, partial_of
 from localai_cluster.worker.files.keys import Folders, ResolvedKey, decode_key, is_side_file, resolve_key
 from localai_cluster.worker.files.locks import PathLocks
+from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +280,7 @@ class FileServer:
             answer = refusal.answer
         except OSError as error:
             answer = translate_disk_error(error).answer
-        except HashStopped:
+        except Stopped:
             answer = Refusal(503, "the worker is shutting down").answer
         except asyncio.CancelledError:
             return  # the server ends and has cut the connection; uvicorn would log it as a failure

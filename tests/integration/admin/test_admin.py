@@ -171,7 +171,7 @@ def test_an_operation_shows_its_targets_and_nothing_can_be_edited() -> None:
 
 def test_labels_are_escaped(root: Client) -> None:
     node = api.make_node(labels={"<b>": '"><script>alert(1)</script>'})
-    labels.merge_labels(node.id, {"<i>": "<script>"}, actor=ROOT, now=clock.now())
+    labels.edit_labels(node.id, {"<i>": "<script>"}, actor=ROOT, now=clock.now())
     for path in (pages.url(node.id), "/admin/nodes/nodelabel/", EVENTS):
         text = root.get(path).content.decode()
         assert "<script>alert" not in text

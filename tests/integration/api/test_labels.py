@@ -13,7 +13,7 @@ from localai_cluster.accounts import actors
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeEvent, NodeLabel
-from nodes.registry.labels import set_labels
+from nodes.registry.labels import edit_labels
 from tests.support import api, hot
 from tests.support.effort import EFFORT
 from tests.support.environment import API_KEY
@@ -29,7 +29,7 @@ def path(node: BackendNode | Any, key: str | None = None) -> str:
 def bare_node(name: str = "w1", **labels: str) -> BackendNode:
     """A node with these labels and no others."""
     node = api.make_node(name)
-    set_labels(node.id, labels, actor=actors.STATIC_KEY, now=clock.now())
+    edit_labels(node.id, labels, drop=None, actor=actors.STATIC_KEY, now=clock.now())
     return node
 
 

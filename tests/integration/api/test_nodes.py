@@ -177,7 +177,7 @@ def test_a_detail_costs_the_same_for_any_history() -> None:
         counts.append(len(queries))
         for value in range(1, 9):
             overrides.set_replica_cap(node.id, value, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
-            labels.merge_labels(
+            labels.edit_labels(
                 node.id, {f"k{value}": "v"}, actor=Actor(ActorKind.USER, "ann"), now=clock.now()
             )
     assert counts[0] == counts[1] <= 8

@@ -14,7 +14,8 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.messages import decode, decode_galleries, encode
 from nodes.backends import node_commands
-from nodes.backends.intents import Intent, ListedBuild
+from nodes.backends.installed import Build
+from nodes.backends.intents import Intent
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
 from operations.models import OperationTarget
@@ -120,7 +121,7 @@ def test_a_list_proves_only_what_it_did_not_show_before(
 ) -> None:
     """A backend that was there before, and an upgrade's old version, say nothing of a command under way."""
     row = PendingBackendOp(backend="echo")
-    intent = Intent(row, BackendNode(), None if known is None else ListedBuild(known, ""))
+    intent = Intent(row, BackendNode(), None if known is None else Build(known, ""))
     shown = None if listed is None else m.InstalledBackend("echo", version=listed)
     assert command.is_proven(intent, shown) is proven
 

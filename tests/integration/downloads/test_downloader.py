@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, files
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.outbound import SourceBusy, SourceError, SourceMissing, SourceRefused
 from nodes.definitions.recorded_files import FileConflict
@@ -308,13 +308,13 @@ async def test_after_a_power_cut_only_a_hash_makes_bytes_usable(
 ) -> None:
     """The journal may count bytes that never reached the disk."""
     with monkeypatch.context() as earlier:
-        earlier.setattr(partial_files, "_boot_id", lambda: "an earlier boot")
+        earlier.setattr(files, "boot_id", lambda: "an earlier boot")
         leave_partial(fetcher.models, source, "", bytes(PIECE)).close()
     await fetcher.fetch(len(DATA))
     assert whole(fetcher)
     (fetcher.models / PATH).unlink()
     with monkeypatch.context() as earlier:
-        earlier.setattr(partial_files, "_boot_id", lambda: "an earlier boot")
+        earlier.setattr(files, "boot_id", lambda: "an earlier boot")
         leave_partial(fetcher.models, source, sha256_of(DATA), DATA[:PIECE]).close()
     source.requests.clear()
     await fetcher.fetch(len(DATA), sha256_of(DATA))

@@ -23,7 +23,7 @@ from localai_cluster.embedded import attach, build, lock, preparation, run
 from localai_cluster.embedded.layout import Layout, reachable_address
 from localai_cluster.embedded.resources import SetupError, runtime_directory
 from localai_cluster.embedded.terminal import Log
-from localai_cluster.kit import clock, nkeys, processes
+from localai_cluster.kit import clock, files, nkeys, processes
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
 
@@ -129,7 +129,7 @@ def test_a_copy_is_told_by_device_and_inode(tmp_path: Path, monkeypatch: pytest.
     inode = claimed["folder"].split(".")[1]
     (copy / lock.FILE).write_text(json.dumps({**claimed, "folder": f"ffff.{inode}"}))
     assert lock.is_copy(copy), "a snapshot keeps the inode"
-    monkeypatch.setattr(lock, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(files, "boot_id", lambda: "another boot")
     assert not lock.is_copy(copy)
 
 

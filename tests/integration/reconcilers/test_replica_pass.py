@@ -211,7 +211,7 @@ def test_an_event_that_clears_the_flags_ends_the_cooldown() -> None:
     for _ in range(3):
         replicas.run_pass(tick=True)
     assert stored().unsatisfiable_until
-    labels.set_labels(node.id, {"tier": "a"}, actor=actors.CONTROLLER, now=clock.now())
+    labels.edit_labels(node.id, {"tier": "a"}, drop=None, actor=actors.CONTROLLER, now=clock.now())
     replicas.run_pass(tick=False)
     assert (len(loads()), stored().unsatisfiable_ticks, stored().unsatisfiable_until) == (1, 0, None)
 

@@ -84,7 +84,7 @@ def back(node: BackendNode) -> None:
 
 def label(node: BackendNode, rack: str) -> None:
     """A change that is told to every controller."""
-    registry.merge_labels(node.id, {"rack": rack}, actor=ANNA, now=clock.now())
+    registry.edit_labels(node.id, {"rack": rack}, actor=ANNA, now=clock.now())
 
 
 def said(operation: Operation) -> tuple[bool, str]:

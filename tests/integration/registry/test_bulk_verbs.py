@@ -85,7 +85,7 @@ def test_a_verb_over_many_nodes_is_one_operation(
 
 def test_labels_are_set_and_removed_on_many_nodes() -> None:
     two = nodes(2)
-    labels.merge_labels(two[0].id, {"old": "x"}, actor=actors.STATIC_KEY, now=clock.now())
+    labels.edit_labels(two[0].id, {"old": "x"}, actor=actors.STATIC_KEY, now=clock.now())
     run("label", two, labels={"tier": "fast"}, remove_labels=["old"])
     run_controller()
     for node in two:

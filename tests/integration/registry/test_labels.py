@@ -8,7 +8,7 @@ import pytest
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
 from nodes.registry import lifecycle, overrides
-from nodes.registry.labels import merge_labels, remove_label, set_labels
+from nodes.registry.labels import edit_labels
 from tests.support.fleet import (
     ANNA,
     NOW,
@@ -41,11 +41,11 @@ def labels(node: BackendNode) -> dict[str, str]:
 
 
 def replace_all(node: BackendNode, wanted: dict[str, str]) -> dict[str, str]:
-    return set_labels(node.pk, wanted, actor=ROOT, now=NOW)
+    return edit_labels(node.pk, wanted, drop=None, actor=ROOT, now=NOW)
 
 
 def merge(node: BackendNode, wanted: dict[str, str]) -> dict[str, str]:
-    return merge_labels(node.pk, wanted, actor=ROOT, now=NOW)
+    return edit_labels(node.pk, wanted, actor=ROOT, now=NOW)
 
 
 # --- labels
@@ -56,8 +56,8 @@ def test_labels_are_set_overwritten_removed_and_replaced(node: BackendNode) -> N
     """Every verb answers what is there afterwards."""
     assert replace_all(node, {"a": "1", "b": "2"}) == {"a": "1", "b": "2"}
     assert merge(node, {"a": "3"}) == {"a": "3", "b": "2"}
-    assert remove_label(node.pk, "a", actor=ROOT, now=NOW) == {"b": "2"}
-    assert remove_label(node.pk, "a", actor=ROOT, now=NOW) == {"b": "2"}
+    assert edit_labels(node.pk, {}, drop=("a",), actor=ROOT, now=NOW) == {"b": "2"}
+    assert edit_labels(node.pk, {}, drop=("a",), actor=ROOT, now=NOW) == {"b": "2"}
     assert replace_all(node, {"c": ""}) == {"c": ""}
     assert replace_all(node, {}) == {}
 
@@ -105,11 +105,11 @@ def test_a_node_has_128_labels_at_most(node: BackendNode) -> None:
 
 
 def test_unknown_nodes() -> None:
-    for verb in (set_labels, merge_labels):
+    for drop in (None, ()):
         with pytest.raises(errors.NotFound):
-            verb(uuid4(), {"a": "b"}, actor=ROOT, now=NOW)
+            edit_labels(uuid4(), {"a": "b"}, drop=drop, actor=ROOT, now=NOW)
     with pytest.raises(errors.NotFound):
-        remove_label(uuid4(), "a", actor=ROOT, now=NOW)
+        edit_labels(uuid4(), {}, drop=("a",), actor=ROOT, now=NOW)
     for override in (overrides.reset_replica_cap, overrides.reset_vram_budget):
         with pytest.raises(errors.NotFound):
             override(uuid4(), actor=ROOT, now=NOW)
@@ -121,7 +121,7 @@ def test_what_ends_cooldowns_and_what_does_not(node: BackendNode) -> None:
     ending: list[Any] = [
         lambda: replace_all(node, {"a": "1"}),
         lambda: merge(node, {"b": "1"}),
-        lambda: remove_label(node.pk, "b", actor=ROOT, now=NOW),
+        lambda: edit_labels(node.pk, {}, drop=("b",), actor=ROOT, now=NOW),
         lambda: overrides.set_replica_cap(node.pk, 3, actor=ROOT, now=NOW),
         lambda: overrides.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW),
     ]
@@ -313,8 +313,8 @@ def test_overrides_and_labels_are_told_once_each_and_only_if_something_changed(n
         overrides.set_replica_cap(node.pk, 4, actor=ANNA, now=later(1))
         overrides.set_vram_budget(node.pk, "8GB", actor=ANNA, now=later(1))
         merge(node, {"tier": "gold", "a": "b"})
-        remove_label(node.pk, "a", actor=ANNA, now=later(1))
-        merge_labels(node.pk, {}, actor=ANNA, now=later(1))
+        edit_labels(node.pk, {}, drop=("a",), actor=ANNA, now=later(1))
+        edit_labels(node.pk, {}, actor=ANNA, now=later(1))
         overrides.reset_vram_budget(node.pk, actor=ANNA, now=later(1))
         overrides.reset_replica_cap(node.pk, actor=ANNA, now=later(1))
     events = told(node)[before:]

@@ -570,7 +570,7 @@ def test_every_change_moves_the_revision_by_one_and_a_beat_does_not() -> None:
         lambda: drain(node),
         lambda: beat(beat_of(node, secret=SECRET, at=later(1))),
         lambda: resume(node),
-        lambda: labels.set_labels(node.pk, {"a": "b"}, actor=ROOT, now=NOW),
+        lambda: labels.edit_labels(node.pk, {"a": "b"}, drop=None, actor=ROOT, now=NOW),
         lambda: overrides.set_replica_cap(node.pk, 3, actor=ROOT, now=NOW),
     )
     for step in steps:

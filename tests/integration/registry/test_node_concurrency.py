@@ -188,7 +188,7 @@ def test_heartbeats_against_overrides() -> None:
 
     def edits() -> None:
         for number in range(steps):
-            labels.merge_labels(node.pk, {f"k{number}": "v"}, actor=ANNA, now=later(number))
+            labels.edit_labels(node.pk, {f"k{number}": "v"}, actor=ANNA, now=later(number))
 
     assert at_once(beats, overrides, edits) == [None, None, None]
     stored = row(node)
@@ -204,7 +204,7 @@ def test_two_labels_at_once_are_both_there() -> None:
     node = approved()
     results = at_once(
         *(
-            lambda n=number: labels.merge_labels(node.pk, {f"k{n}": ""}, actor=ROOT, now=NOW)
+            lambda n=number: labels.edit_labels(node.pk, {f"k{n}": ""}, actor=ROOT, now=NOW)
             for number in range(8)
         )
     )

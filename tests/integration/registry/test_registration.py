@@ -16,7 +16,7 @@ from nodes.decisions.fleet_cache import read_fleet
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, find_refusal
 from nodes.registry import claims, lifecycle, overrides
-from nodes.registry.labels import auto_labels, merge_labels
+from nodes.registry.labels import auto_labels, edit_labels
 from nodes.registry.registration import Running
 from tests.support.fleet import (
     NOW,
@@ -262,7 +262,7 @@ def test_vram_buckets(total: int, bucket: str) -> None:
 @pytest.mark.rule("R1.30")
 def test_a_workers_labels_join_and_never_wipe_an_admins() -> None:
     node = approved(labels={"tier": "fast", "rack": "1"})
-    merge_labels(node.pk, {"tier": "gold", "owner": "anna"}, actor=ROOT, now=NOW)
+    edit_labels(node.pk, {"tier": "gold", "owner": "anna"}, actor=ROOT, now=NOW)
     register(labels={"tier": "slow", "zone": "b", "node.name": "liar"}, now=later(1))
     assert labels(node) == {
         "tier": "gold",

@@ -158,8 +158,8 @@ def test_transitions_labels_and_overrides_are_never_counted_together() -> None:
     for _ in range(3):
         lifecycle.drain(node.pk, actor=ROOT, now=NOW)
         lifecycle.resume(node.pk, actor=ROOT, now=NOW)
-        labels.set_labels(node.pk, {"a": "1"}, actor=ROOT, now=NOW)
-        labels.set_labels(node.pk, {}, actor=ROOT, now=NOW)
+        labels.edit_labels(node.pk, {"a": "1"}, drop=None, actor=ROOT, now=NOW)
+        labels.edit_labels(node.pk, {}, drop=None, actor=ROOT, now=NOW)
         overrides.set_replica_cap(node.pk, 2, actor=ROOT, now=NOW)
         overrides.reset_replica_cap(node.pk, actor=ROOT, now=NOW)
     events = told(node, "drained", "resumed", "override")

@@ -10,7 +10,7 @@ from localai_cluster.accounts import actors
 from localai_cluster.kit import clock, errors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
 from nodes.registry import lifecycle
-from nodes.registry.labels import set_labels
+from nodes.registry.labels import edit_labels
 from nodes.scheduling.rules import Rule, check_rule
 from tests.support import api
 from tests.support.effort import EFFORT
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.django_db
 
 def node(name: str, labels: dict[str, str], **fields: Any) -> BackendNode:
     made = api.make_node(name, **fields)
-    set_labels(made.id, labels, actor=actors.STATIC_KEY, now=clock.now())
+    edit_labels(made.id, labels, drop=None, actor=actors.STATIC_KEY, now=clock.now())
     return made
 
 

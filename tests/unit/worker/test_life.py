@@ -22,7 +22,7 @@ from localai_cluster.worker import hardware, identity, lifecycle
 from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.engines import EngineSupervisor
-from localai_cluster.worker.hardware import Figures, Gpus, system_facts
+from localai_cluster.worker.hardware import Gpus, system_facts
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.progress import ProgressStream, Tick, build_event
 from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
@@ -182,7 +182,7 @@ async def test_the_worker_ends_in_order(tmp_path: Path, monkeypatch: pytest.Monk
 def test_registration_body() -> None:
     """worker.md §5.1: what is always sent, what only when known."""
     made = config(node_labels="a=b, c = d ,odd", max_replicas_per_model="2", node_name="n", addr="h:2")
-    told = body(made, "nvidia", Gpus(8, 4, "nvidia", "8.9"), Figures(10, 5, None, None), "5" * 64)
+    told = body(made, "nvidia", Gpus(8, 4, "nvidia", "8.9"), {"total_ram": 10, "available_ram": 5}, "5" * 64)
     assert told == {
         "name": "n",
         "address": "h:2",
@@ -201,7 +201,8 @@ def test_registration_body() -> None:
         "available_ram": 5,
     }
     assert 0 < system_facts().get("cpu_cores", 1) <= system_facts()["cpu_count"]
-    assert body(config(vram_budget="80%"), "default", Gpus(), Figures(1, 1, 0, 0), "")["available_disk"] == 0
+    full_disk = body(config(vram_budget="80%"), "default", Gpus(), {"available_disk": 0}, "")
+    assert full_disk["available_disk"] == 0
 
 
 @pytest.mark.rule("worker-5.1")
