@@ -183,7 +183,7 @@ def _read_weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, He
     its shards.
     """
     files = list(_files(model, at_source)) if model is not None else []
-    if model is None or not _is_folder(model, at_source):
+    if model is None or not (os.path.isdir(model) or any(name.startswith(f"{model}/") for name in at_source)):
         return sum(size for _, size in files), _read_headers(sorted(name for name, _ in files), at_source)
     files = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
     variants: defaultdict[str, dict[str, int]] = defaultdict(dict)
@@ -195,10 +195,6 @@ def _read_weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, He
         largest = max(variants.values(), key=lambda sizes: sum(sizes.values()))
         return sum(largest.values()), _read_headers(sorted(largest), at_source)
     return sum(size for _, size in files), _read_headers([str(model / "config.json")], at_source)
-
-
-def _is_folder(path: Path, at_source: RecordedFiles) -> bool:
-    return os.path.isdir(path) or any(name.startswith(f"{path}/") for name in at_source)
 
 
 def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | None:
@@ -251,8 +247,8 @@ class Sizes:
         with self._lock:
             measurement = self._running.get(definition.name)
             if measurement is None:
-                measurement = untrusted.in_daemon_thread(self._measure_files, definition)
-                self._running[definition.name] = measurement
+                measurement = self._running[definition.name] = Future()
+                threading.Thread(target=self._measure, args=(definition, measurement), daemon=True).start()
         if await untrusted.wait_until_done(measurement, timeout=self._limit):
             return measurement.result()
         logger.warning(
@@ -262,17 +258,17 @@ class Sizes:
         )
         return ModelFiles()
 
-    def _measure_files(self, definition: Definition) -> ModelFiles:
+    def _measure(self, definition: Definition, measurement: "Future[ModelFiles]") -> None:
+        files = ModelFiles()
         try:
-            return measure(self._folder, definition)
+            files = measure(self._folder, definition)
         except Exception:
             logger.exception(
                 "The files of %s cannot be measured; its need counts as unknown", definition.name
             )
-            return ModelFiles()
-        finally:
-            with self._lock:
-                del self._running[definition.name]
+        with self._lock:
+            del self._running[definition.name]
+        measurement.set_result(files)
 
 
 _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)

@@ -12,8 +12,8 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import errors, leases
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
+from localai_cluster.kit.transactions import committed
 from operations import targets
 from operations.changes import events
 from operations.changes.events import emit
@@ -38,7 +38,10 @@ def leased_operations() -> OperationQuerySet:
 
 def lock_owned(operation_id: UUID, fence: int) -> Operation:
     """Lock the operation of the attempt and return it. Raise LeaseLost if the attempt does not own it."""
-    return leases.lock_attempt_row(leased_operations(), (operation_id, fence))
+    operation = leases.lock_attempt_rows(leased_operations(), [(operation_id, fence)]).get(operation_id)
+    if operation is None:
+        raise leases.LeaseLost(str(operation_id))
+    return operation
 
 
 def end_target(

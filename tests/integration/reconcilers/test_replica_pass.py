@@ -16,7 +16,7 @@ from pytest_django import Settings
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock, errors
-from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.kit.transactions import Lock, try_lock_across
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.messages import decode
@@ -32,8 +32,9 @@ from nodes.scheduling import passes, store
 from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision, Unsatisfiable
-from operations.executor.work import Recorder, Work, write_batch
+from operations.executor.work import Work, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.progress import Recorder
 from operations.models import Operation, Status
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
