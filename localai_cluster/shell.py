@@ -55,7 +55,7 @@ class FeaturesView(APIView):
         "List supported features",
         FeaturesSerializer,
         refused=(403,),
-        examples=[FEATURES],
+        shown=FEATURES,
         tag="session",
     )
     def get(self, request: Request) -> Response:

@@ -196,7 +196,7 @@ def reported(beating: Beating) -> list[list[dict[str, str]]]:
 @pytest.mark.rule("worker-6")
 async def test_an_engine_that_ended_is_told_at_once_and_without_figures(beating: Beating) -> None:
     """Not at the next interval, and not after the seconds that it takes to read the GPUs' memory."""
-    beating.heart._measure = None  # type: ignore[assignment]
+    beating.heart.measure = None  # type: ignore[assignment]
     life = asyncio.create_task(beating.heart.run())
     await asyncio.sleep(0)
     beating.exits.add("m#0", 7001)
