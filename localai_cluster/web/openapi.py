@@ -66,17 +66,13 @@ def describe(
             "request": body,
             "responses": {**responses, **_view_refusals(view_class, refused), **(others or {})},
             "examples": [
-                *([] if sent is None else [OpenApiExample("request", sent, request_only=True)]),
-                *([] if shown is None else [_answer_example(shown, status)]),
+                *([] if sent is None else [request_example(sent)]),
+                *([] if shown is None else [response_example(shown, str(status), "answer")]),
                 *examples,
             ],
         }
 
     return _describe_by(arguments)
-
-
-def _answer_example(value: Any, status: int) -> OpenApiExample:
-    return OpenApiExample("answer", value, response_only=True, status_codes=[str(status)])
 
 
 def _view_refusals(view_class: Any, statuses: Sequence[int]) -> dict[int, OpenApiResponse]:
@@ -200,17 +196,17 @@ def flat_refusals(*statuses: int) -> dict[int, OpenApiResponse]:
 def _refusal(status: int) -> OpenApiExample:
     message, kind = _EXAMPLES[status]
     body = {"error": {"code": status, "message": message, "type": kind}}
-    return OpenApiExample(f"refused {status}", body, response_only=True, status_codes=[str(status)])
+    return response_example(body, str(status), f"refused {status}")
 
 
-def request_example(value: Any) -> OpenApiExample:
+def request_example(value: Any, name: str = "request") -> OpenApiExample:
     """Return the example of a request's body."""
-    return OpenApiExample("request", value, request_only=True)
+    return OpenApiExample(name, value, request_only=True)
 
 
-def response_example(value: Any, status: str = "200") -> OpenApiExample:
+def response_example(value: Any, status: str = "200", name: str = "") -> OpenApiExample:
     """Return the example of a response's body."""
-    return OpenApiExample(f"answer {status}", value, response_only=True, status_codes=[status])
+    return OpenApiExample(name or f"answer {status}", value, response_only=True, status_codes=[status])
 
 
 def json_body(schema: Operation, example: Any = None) -> Operation:

@@ -5,7 +5,7 @@ from typing import Any
 from uuid import UUID
 
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiExample, OpenApiParameter
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
@@ -131,14 +131,6 @@ REVISION = query_parameter(
     integer_schema(0, MAX_REVISION),
     "The node's revision that the caller has seen: 409 (field `revision`) if it has moved since.",
 )
-
-
-def response_example(value: Any, name: str = "answer", status: str = "200") -> OpenApiExample:
-    return OpenApiExample(name, value, response_only=True, status_codes=[status])
-
-
-def request_example(value: Any, name: str = "request") -> OpenApiExample:
-    return OpenApiExample(name, value, request_only=True)
 
 
 def job_example(message: str, route: str = "/api/backends/job") -> dict[str, Any]:

@@ -17,19 +17,12 @@ from rest_framework.response import Response
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import describe
+from localai_cluster.web.openapi import describe, response_example
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Row
 from nodes.api import definition_entries
 from nodes.api import definition_shapes as shapes
-from nodes.api.base import (
-    ModelRoute,
-    integer_schema,
-    job_example,
-    query_parameter,
-    read_query,
-    response_example,
-)
+from nodes.api.base import ModelRoute, integer_schema, job_example, query_parameter, read_query
 from nodes.definitions import edit, schema, store
 from nodes.definitions.folder import folder
 from nodes.definitions.rows import SOURCE_PREFIX
@@ -135,7 +128,7 @@ class DefinitionsView(_DefinitionRoute):
         refused=(400, 409, 413),
         body=shapes.DefinitionCreateSerializer,
         sent={"text": shapes.YAML_EXAMPLE, "reason": "for the team"},
-        examples=[response_example(shapes.DETAIL_EXAMPLE, "created", "201")],
+        examples=[response_example(shapes.DETAIL_EXAMPLE, "201", "created")],
     )
     def post(self, request: Request) -> Response:
         """409 if the model is defined already. Secrets are refused."""
@@ -251,7 +244,7 @@ class DefinitionView(_DefinitionRoute):
         parameters=_DELETION,
         examples=[
             response_example(
-                job_example("the definition is being deleted") | {"deduplicated": False}, "accepted", "202"
+                job_example("the definition is being deleted") | {"deduplicated": False}, "202", "accepted"
             )
         ],
     )
@@ -280,7 +273,7 @@ class DefinitionCloneView(_DefinitionRoute):
         body=shapes.DefinitionCloneSerializer,
         parameters=[_MODEL],
         sent={"name": "m-long"},
-        examples=[response_example(shapes.DETAIL_EXAMPLE | {"name": "m-long"}, "created", "201")],
+        examples=[response_example(shapes.DETAIL_EXAMPLE | {"name": "m-long"}, "201", "created")],
     )
     def post(self, request: Request, name: str) -> Response:
         """The files are the same. 409 if the new name is defined already."""

@@ -12,15 +12,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, column, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import (
-    MOMENT,
-    NODE_ID,
-    NodeView,
-    enum_schema,
-    query_parameter,
-    read_query,
-    text_schema,
-)
+from nodes.api.base import MOMENT, NODE_ID, NodeView, enum_schema, query_parameter, read_query, text_schema
 from nodes.api.worker_routes import parse_node_id
 from nodes.figures import series, store
 from nodes.figures.series import DAY, HOUR, MINUTE, SECOND, Columns

@@ -23,12 +23,7 @@ from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
-from nodes.api.base import (
-    MOMENT,
-    PAGE,
-    NodeView,
-    actor_of,
-)
+from nodes.api.base import MOMENT, PAGE, NodeView, actor_of
 from nodes.api.worker_routes import parse_id
 from nodes.models import JoinToken
 from nodes.registry import identity, joining, listing

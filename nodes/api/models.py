@@ -19,7 +19,7 @@ from rest_framework.response import Response
 
 from localai_cluster.accounts.authentication import IsUser, principal
 from localai_cluster.kit import clock, names
-from localai_cluster.web.openapi import View, describe
+from localai_cluster.web.openapi import View, describe, response_example
 from localai_cluster.web.rest import (
     Flag,
     NullIsAbsent,
@@ -29,14 +29,7 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import (
-    NODE_ID,
-    ModelRoute,
-    NodeView,
-    job_example,
-    require_node_id,
-    response_example,
-)
+from nodes.api.base import NODE_ID, ModelRoute, NodeView, job_example, require_node_id
 from nodes.backends import node_commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import files, folder
@@ -210,7 +203,7 @@ def describe_waiting_command(
         body=body,
         sent={key: "minilm"},
         shown=job_example(ended_message),
-        examples=[response_example(job_example(running_message), "accepted", "202")],
+        examples=[response_example(job_example(running_message), "202", "accepted")],
         tag="nodes",
     )
 

@@ -14,16 +14,9 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, names
 from localai_cluster.web import rest
-from localai_cluster.web.openapi import View, describe
+from localai_cluster.web.openapi import View, describe, response_example
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
-from nodes.api.base import (
-    FINGERPRINT,
-    NODE_ID,
-    NodeView,
-    actor_of,
-    require_node_id,
-    response_example,
-)
+from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, require_node_id
 from nodes.api.node_backends import ACCEPTED
 from nodes.api.worker_routes import parse_id
 from nodes.backends import node_stop
@@ -132,7 +125,9 @@ class ApproveView(NodeView):
         sent={"reason": "ticket 4711", "fingerprint": FINGERPRINT},
         shown=_NODE_EXAMPLE | {"message": actions.APPROVE.message},
         examples=[
-            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE | {"message": actions.APPROVE.message}, "agent")
+            response_example(
+                _NODE_EXAMPLE | _AGENT_EXAMPLE | {"message": actions.APPROVE.message}, name="agent"
+            )
         ],
     )
     def post(self, request: Request, node_id: str) -> Response:

@@ -26,12 +26,7 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, Shape, column
 from localai_cluster.web.wire import parse_json
-from nodes.api.base import (
-    NodeView,
-    job_example,
-    require_node_id,
-    response_header,
-)
+from nodes.api.base import NodeView, job_example, require_node_id, response_header
 from nodes.api.worker_routes import parse_id
 from nodes.backends import inventory, node_commands
 from nodes.backends.admission import admit

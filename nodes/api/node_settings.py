@@ -13,13 +13,7 @@ from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
 from localai_cluster.web.wire import MALFORMED
-from nodes.api.base import (
-    REVISION,
-    NodeView,
-    Schema,
-    edit_arguments,
-    require_node_id,
-)
+from nodes.api.base import REVISION, NodeView, Schema, edit_arguments, require_node_id
 from nodes.models import NodeLabel, scheduling
 from nodes.registry import overrides
 from nodes.registry.labels import edit_labels

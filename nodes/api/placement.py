@@ -9,10 +9,10 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.openapi import describe
+from localai_cluster.web.openapi import describe, request_example, response_example
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
-from nodes.api.base import JOB_ID, MODEL_PATH, MOMENT, NODE_ID, request_example, response_example
+from nodes.api.base import JOB_ID, MODEL_PATH, MOMENT, NODE_ID
 from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRoute, SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition

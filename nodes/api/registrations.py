@@ -31,11 +31,10 @@ from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.kit.addresses import EXPECTED_FORM
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
-from localai_cluster.web.openapi import describe
+from localai_cluster.web.openapi import describe, request_example, response_example
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
 from nodes.api import worker_routes
-from nodes.api.base import request_example, response_example
 from nodes.models import JoinToken, NodeType
 from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
@@ -465,8 +464,8 @@ class RegistrationDescription(APIView):
             request_example(REGISTRATION, "A worker without a GPU"),
             request_example(REGISTRATION | _RUNNING, "Our worker, with what it runs"),
             request_example(_AGENT, "An agent"),
-            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE, "approved agent", "201"),
-            response_example(_NESTED_EXAMPLE, status="401"),
+            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE, "201", "approved agent"),
+            response_example(_NESTED_EXAMPLE, "401", "answer"),
         ],
     )
     def post(self, request: Request) -> None:

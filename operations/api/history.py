@@ -40,31 +40,43 @@ _OUTCOMES = ("completed", "failed", "cancelled")
 _MAX_LENGTH = 255
 
 
-class _Page(serializers.Serializer[Any]):
-    """The requested page."""
+class _Limit(serializers.Serializer[Any]):
+    """The length of the requested page."""
 
     limit = serializers.IntegerField(
         required=False, min_value=1, max_value=MAX_PAGE_SIZE, default=DEFAULT_PAGE_SIZE
     )
+
+
+class _Period(serializers.Serializer[Any]):
+    """The requested time; `since_text` describes `from`, a Python keyword that cannot be an attribute."""
+
+    since_text: str
+
+    def get_fields(self) -> dict[str, Any]:
+        """Return the fields and `from`."""
+        since = serializers.DateTimeField(required=False, help_text=self.since_text)
+        return {**super().get_fields(), "from": since}
+
+
+class _Page(_Limit):
+    """The requested page."""
+
     cursor = serializers.CharField(
         required=False, max_length=128, help_text="`nextCursor` of the page before."
     )
 
 
-class Filters(serializers.Serializer[Any]):
+class Filters(_Period):
     """The requested entries of the record."""
 
+    since_text = "Ended at this time at the earliest."
     node = serializers.UUIDField(required=False, help_text="A node that it was for.")
     backend = serializers.CharField(required=False, max_length=_MAX_LENGTH, help_text="Backend or model.")
     kind = serializers.CharField(required=False, max_length=32)
     outcome = serializers.ChoiceField(choices=_OUTCOMES, required=False)
     actor = serializers.CharField(required=False, max_length=150)
     to = serializers.DateTimeField(required=False, help_text="Ended at this time at the latest.")
-
-    def get_fields(self) -> dict[str, Any]:
-        """Return the fields and `from`, a Python keyword that cannot be an attribute."""
-        since = serializers.DateTimeField(required=False, help_text="Ended at this time at the earliest.")
-        return {**super().get_fields(), "from": since}
 
 
 class _Query(Filters, _Page):
@@ -163,14 +175,19 @@ def matching_operations(filters: dict[str, Any]) -> Any:
         rows = rows.filter(Q(node_id=node) | Q(targets__node_id=node)).distinct()
     if backend := filters.get("backend"):
         rows = rows.filter(Q(element=backend) | Q(element__endswith=f"@{backend}"))
-    for column, name in (("kind", "kind"), ("status", "outcome"), ("actor", "actor")):
-        if value := filters.get(name):
-            rows = rows.filter(**{column: value})
-    if since := filters.get("from"):
-        rows = rows.filter(finished_at__gte=since)
-    if until := filters.get("to"):
-        rows = rows.filter(finished_at__lte=until)
-    return rows
+    columns = {
+        "kind": "kind",
+        "outcome": "status",
+        "actor": "actor",
+        "from": "finished_at__gte",
+        "to": "finished_at__lte",
+    }
+    return _filter(rows, filters, columns)
+
+
+def _filter(rows: Any, filters: dict[str, Any], columns: Mapping[str, str]) -> Any:
+    """Filter the rows by the columns of the given filters."""
+    return rows.filter(**{column: filters[name] for name, column in columns.items() if filters.get(name)})
 
 
 def _cursor_after(position: Position) -> str:
@@ -294,12 +311,10 @@ def _cell(text: str) -> str:
 _MAX_NUMBER = 2**63 - 1
 
 
-class _ChangesQuery(serializers.Serializer[Any]):
+class _ChangesQuery(_Limit, _Period):
     """The requested changes."""
 
-    limit = serializers.IntegerField(
-        required=False, min_value=1, max_value=MAX_PAGE_SIZE, default=DEFAULT_PAGE_SIZE
-    )
+    since_text = "At this time at the earliest."
     cursor = serializers.IntegerField(
         required=False, min_value=1, max_value=_MAX_NUMBER, help_text="`nextCursor` of the page before."
     )
@@ -311,11 +326,6 @@ class _ChangesQuery(serializers.Serializer[Any]):
         required=False, max_length=64, help_text="The id of an operation, a node or another thing."
     )
     to = serializers.DateTimeField(required=False, help_text="At this time at the latest.")
-
-    def get_fields(self) -> dict[str, Any]:
-        """Return the fields and `from`, a Python keyword that cannot be an attribute."""
-        since = serializers.DateTimeField(required=False, help_text="At this time at the earliest.")
-        return {**super().get_fields(), "from": since}
 
 
 class AuditEntrySerializer(serializers.Serializer[Any]):
@@ -368,4 +378,4 @@ def _matching_changes(filters: dict[str, Any]) -> Any:
         "to": "at__lte",
         "cursor": "id__lt",
     }
-    return rows.filter(**{column: filters[name] for name, column in columns.items() if filters.get(name)})
+    return _filter(rows, filters, columns)

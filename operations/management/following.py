@@ -10,8 +10,7 @@ at each read, and show the differences.
 import asyncio
 import logging
 from collections.abc import Iterable
-from types import TracebackType
-from typing import IO, Any, Protocol, Self, cast
+from typing import IO, Any, Self, cast
 from uuid import UUID
 
 from django.core.management.base import CommandError, OutputWrapper
@@ -51,35 +50,20 @@ _STATUS_ORDER = (
 """Target states in the order in which targets get lines on a terminal."""
 
 
-class Display(Protocol):
-    """The display of a running operation."""
+class Display:
+    """The display of a running operation; this one shows nothing, because the caller prints the result."""
 
     def show(self, entry: Entry) -> None:
         """Show the operation's present state."""
 
     def __enter__(self) -> Self:
-        """Begin the display."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the display; its last lines stay."""
-
-
-class NoDisplay:
-    """No display: the caller prints the result."""
-
-    def show(self, entry: Entry) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        return None
+        """End the display; its last lines stay."""
 
 
-class Lines(NoDisplay):
+class Lines(Display):
     """Prints one line for each change of a target, and for each tenth of a download."""
 
     def __init__(self, out: OutputWrapper) -> None:
@@ -126,7 +110,7 @@ class _TimeLeftColumn(TimeRemainingColumn):
         return super().render(task) if task.fields["measured"] and not task.finished else Text("")
 
 
-class Bars:
+class Bars(Display):
     """Draws one bar for each target, and redraws the bars in place."""
 
     def __init__(self, out: OutputWrapper, console: Console) -> None:
@@ -236,7 +220,7 @@ def follow_to_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
 
     Raises CommandError if the operation did not complete or waits for a choice, and after Ctrl-C.
     """
-    display: Display = NoDisplay() if as_json else display_on(out)
+    display = Display() if as_json else display_on(out)
     try:
         with display:
             entry = _follow(id, display)

@@ -262,6 +262,10 @@ def _parse_duration(text: str) -> float:
         raise ArgumentTypeError(str(error)) from error
 
 
+def _parse_lifetime(text: str) -> int:
+    return int(_parse_duration(text))
+
+
 def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     query = {name: options[name] for name in filters if options[name] is not None}
@@ -409,13 +413,6 @@ def decide_conflict(options: Options) -> str:
         lookup.conflict(options["conflict"]).id, actor=command_line.current_actor(), now=clock.now()
     )
     return _respond(options, node, action.message)
-
-
-def _parse_lifetime(text: str) -> int:
-    try:
-        return int(parse_duration(text))
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
 
 
 def make_join_token(options: Options) -> str:
