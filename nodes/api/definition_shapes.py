@@ -8,7 +8,7 @@ from localai_cluster.kit import names
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, TIME, UUID, Shape, count, field
 from nodes.api.base import enum_schema
-from nodes.api.models import MAX_MODEL_LENGTH, check_model_name
+from nodes.api.models import ModelName
 from nodes.definitions import store
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.loading.reason_shapes import FIT
@@ -205,10 +205,7 @@ class DefinitionCreateSerializer(_Reason):
     """The text of a new definition; `name` replaces that of the text."""
 
     text = Text(max_length=MAX_FILE_BYTES)
-    name = Text(max_length=MAX_MODEL_LENGTH, required=False)
-
-    def validate_name(self, name: str | None) -> str | None:
-        return None if name is None else check_model_name(name)
+    name = ModelName(required=False)
 
 
 class DefinitionEditSerializer(_Reason):
@@ -239,10 +236,7 @@ class DefinitionPreviewSerializer(DefinitionCreateSerializer, DefinitionEditSeri
 class DefinitionCloneSerializer(_Reason):
     """The name of the copy."""
 
-    name = Text(max_length=MAX_MODEL_LENGTH)
-
-    def validate_name(self, name: str) -> str:
-        return check_model_name(name)
+    name = ModelName()
 
 
 class DefinitionRestoreSerializer(NullIsAbsent):

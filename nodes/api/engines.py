@@ -113,10 +113,7 @@ class BackendModelSerializer(models.UnloadModelSerializer):
     """The name of a model, in the reference's field."""
 
     model_name = None  # type: ignore[assignment]
-    model = Text(max_length=models.MAX_MODEL_LENGTH, source="model_name", schema={"minLength": 1})
-
-    def validate_model(self, name: str) -> str:
-        return models.check_model_name(name)
+    model = models.ModelName(source="model_name", schema={"minLength": 1})
 
 
 class LoadModelSerializer(BackendModelSerializer):

@@ -208,15 +208,32 @@ def describe_waiting_command(
     )
 
 
+def check_model_name(name: str) -> str:
+    """Return the name. Raise ValidationError if it is not a valid model name."""
+    if not name or name != name.strip():
+        raise serializers.ValidationError("must be a name without blanks around it")
+    if any(names.find_unprintable(character) for character in name):
+        raise serializers.ValidationError("must not contain control characters")
+    return name
+
+
+class ModelName(Text):
+    """The name of a model."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_length=MAX_MODEL_LENGTH, **options)
+
+    def run_validators(self, value: str) -> None:
+        super().run_validators(value)
+        check_model_name(value)
+
+
 class UnloadModelSerializer(NullIsAbsent):
     """Which model, how long its running requests may take, and whether the answer waits."""
 
-    model_name = Text(max_length=MAX_MODEL_LENGTH, schema={"pattern": _MODEL_NAME, "minLength": 1})
+    model_name = ModelName(schema={"pattern": _MODEL_NAME, "minLength": 1})
     deadline_seconds = Whole(required=False, min_value=0, max_value=unload_requests.MAX_GRACE)
     wait = Flag(required=False)
-
-    def validate_model_name(self, name: str) -> str:
-        return check_model_name(name)
 
 
 class UnloadReplicaSerializer(UnloadModelSerializer):
@@ -230,19 +247,9 @@ class DeleteModelSerializer(UnloadModelSerializer):
 
     def validate_model_name(self, name: str) -> str:
         """Require a name that stays inside the models folder of a worker."""
-        checked = check_model_name(name)
-        if any(part in ("", ".", "..") for part in checked.split("/")):
+        if any(part in ("", ".", "..") for part in name.split("/")):
             raise serializers.ValidationError("must be a path inside the models folder")
-        return checked
-
-
-def check_model_name(name: str) -> str:
-    """Return the name. Raise ValidationError if it is not a valid model name."""
-    if not name or name != name.strip():
-        raise serializers.ValidationError("must be a name without blanks around it")
-    if any(names.find_unprintable(character) for character in name):
-        raise serializers.ValidationError("must not contain control characters")
-    return name
+        return name
 
 
 def run_and_respond(

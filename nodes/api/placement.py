@@ -13,7 +13,7 @@ from localai_cluster.web.openapi import describe, request_example, response_exam
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
 from nodes.api.base import JOB_ID, MODEL_PATH, MOMENT, NODE_ID
-from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, check_model_name
+from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, ModelName, check_model_name
 from nodes.api.scheduling import SchedulingRoute, SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
 from nodes.definitions.headers import UnreadableHeader, parse_config, parse_header
@@ -258,7 +258,7 @@ class PlanFileSerializer(NullIsAbsent):
 class PlacementPlanRequestSerializer(NullIsAbsent):
     """One of `model`, a defined one, `file`, `need` and `rule`. A rule is answered by a `RulePlan`."""
 
-    model = Text(max_length=MAX_MODEL_LENGTH, required=False)
+    model = ModelName(required=False)
     file = PlanFileSerializer(required=False)
     need = PlanNeedSerializer(required=False)
     selector = _SelectorLabels(help_text="Instead of that of the model's rule.", required=False)
@@ -272,9 +272,6 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
         help_text=f"Nodes to add, at most {MAX_ADDED} altogether.",
         required=False,
     )
-
-    def validate_model(self, name: str | None) -> str | None:
-        return None if name is None else check_model_name(name)
 
     def validate_nodes(self, groups: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         if groups and sum(group["count"] for group in groups) > MAX_ADDED:

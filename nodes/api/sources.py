@@ -22,7 +22,7 @@ from nodes.api.base import (
     text_schema,
 )
 from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
-from nodes.api.models import MAX_MODEL_LENGTH, check_model_name
+from nodes.api.models import ModelName
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.downloads.imports import request_import
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
@@ -141,12 +141,9 @@ class ImportSerializer(InspectSerializer):
         required=False,
         help_text="Its id; the best one that fits unless given.",
     )
-    name = Text(max_length=MAX_MODEL_LENGTH, required=False, help_text="The suggested one.")
+    name = ModelName(required=False, help_text="The suggested one.")
     changes = ChangesSerializer(required=False)
     load = Flag(required=False, help_text="Load the model when its files are there.")
-
-    def validate_name(self, name: str | None) -> str | None:
-        return None if name is None else check_model_name(name)
 
 
 class _SourceView(ModelRoute):
