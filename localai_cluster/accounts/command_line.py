@@ -23,8 +23,10 @@ from localai_cluster.kit import errors
 
 Options = Mapping[str, Any]
 """Arguments of a verb by name; `out` is the command's output stream."""
-AddVerb = Callable[[str, Callable[[Options], str], str], CommandParser]
-"""Adds a verb by name, function and help text; returns the verb's parser."""
+Argument = tuple[str, Mapping[str, Any]]
+"""An argument of a verb: its name, and the options of argparse."""
+AddVerb = Callable[..., CommandParser]
+"""Adds a verb by name, function, help text and arguments; returns the verb's parser."""
 Columns = Mapping[str, str | Callable[[Any], Any]]
 """Columns of a table by head: a key or an attribute of the row, or a function of the row."""
 EMPTY_CELL = "-"
@@ -63,13 +65,17 @@ class VerbCommand(BaseCommand):
 
 
 def verb_adder(parser: CommandParser, dest: str, metavar: str | None = None) -> AddVerb:
-    """Return a function that adds a verb to the parser, from its name, function and help text."""
+    """Return a function that adds a verb to the parser, from its name, function, help text and arguments."""
     verbs = parser.add_subparsers(dest=dest, metavar=metavar, required=True)
 
-    def add(name: str, run: Callable[[Options], str], description: str) -> CommandParser:
+    def add(
+        name: str, run: Callable[[Options], str], description: str, *arguments: Argument
+    ) -> CommandParser:
         verb: CommandParser = verbs.add_parser(name, help=description, description=description)
         verb.set_defaults(run=run)
         verb.add_argument("--json", action="store_true", help="print the answer of the REST API")
+        for argument, options in arguments:
+            verb.add_argument(argument, **options)
         return verb
 
     return add

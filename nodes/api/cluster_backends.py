@@ -143,32 +143,16 @@ def refuse_hardware_build(command: BackendRequest) -> None:
         )
 
 
-class _NamedBackendView(BackendRoute):
-    """Base of commands on the backend that the path names."""
-
-    kind: str
-    body: type[NodesSerializer] = NodesSerializer
-
-    def _admit_and_respond(self, request: Request, name: str) -> Response:
-        fields = validate_body(self.body, request)
-        command = self.backend_request(name, fields)
-        return Response(
-            started_body(
-                admit_command(RequestScope((), requester_of(request)), command, fields),
-                node_backends.COMMAND_TEXTS[self.kind],
-            )
-        )
-
-    def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
-        """Return the request for the backend in the path."""
-        return BackendRequest(self.kind, node_backends.backend_name_in(name))
+def _start(
+    request: Request, command: BackendRequest, fields: dict[str, Any], *, drains: bool = False
+) -> Response:
+    by = replace(RequestScope((), requester_of(request)), drains=drains)
+    texts = node_backends.COMMAND_TEXTS[command.kind]
+    return Response(started_body(admit_command(by, command, fields), texts))
 
 
-class InstallEverywhereView(_NamedBackendView):
+class InstallEverywhereView(BackendRoute):
     """`/api/backends/install/:id`."""
-
-    kind = INSTALL
-    body = InstallEverywhereSerializer
 
     @describe_command(
         "backends_install", "Install a backend on all nodes, or on some", body=InstallEverywhereSerializer
@@ -178,12 +162,10 @@ class InstallEverywhereView(_NamedBackendView):
 
         `nodes` limits it to these.
         """
-        return self._admit_and_respond(request, name)
-
-    def backend_request(self, name: str, fields: dict[str, Any]) -> BackendRequest:
-        """Return the request with the gallery of `gallery@name`."""
+        fields = validate_body(InstallEverywhereSerializer, request)
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
-        return BackendRequest(INSTALL, node_backends.backend_name_in(name), gallery=gallery, force=force)
+        backend = node_backends.backend_name_in(name)
+        return _start(request, BackendRequest(INSTALL, backend, gallery=gallery, force=force), fields)
 
 
 class InstallExternalView(BackendRoute):
@@ -204,17 +186,11 @@ class InstallExternalView(BackendRoute):
         command = node_backends.install_request(
             {name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True
         )
-        by = replace(RequestScope((), requester_of(request)), drains=not fields.get("force", False))
-        return Response(
-            started_body(admit_command(by, command, fields), node_backends.COMMAND_TEXTS[INSTALL])
-        )
+        return _start(request, command, fields, drains=not fields.get("force", False))
 
 
-class UpgradeEverywhereView(_NamedBackendView):
+class UpgradeEverywhereView(BackendRoute):
     """`/api/backends/upgrade/:name`."""
-
-    kind = UPGRADE
-    body = UpgradeSerializer
 
     @describe_command("backends_upgrade", "Upgrade a backend where it is installed", body=UpgradeSerializer)
     def post(self, request: Request, name: str) -> Response:
@@ -225,18 +201,18 @@ class UpgradeEverywhereView(_NamedBackendView):
         model's last replica stops only if `last_replicas` names the model; otherwise the answer is 409 and
         names it.
         """
-        return self._admit_and_respond(request, name)
+        fields = validate_body(UpgradeSerializer, request)
+        return _start(request, BackendRequest(UPGRADE, node_backends.backend_name_in(name)), fields)
 
 
-class DeleteEverywhereView(_NamedBackendView):
+class DeleteEverywhereView(BackendRoute):
     """`/api/backends/delete/:id`."""
-
-    kind = DELETE
 
     @describe_command("backends_delete", "Delete a backend where it is installed", body=NodesSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
-        return self._admit_and_respond(request, name)
+        fields = validate_body(NodesSerializer, request)
+        return _start(request, BackendRequest(DELETE, node_backends.backend_name_in(name)), fields)
 
 
 NODE_REFUSAL = Shape(

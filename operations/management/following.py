@@ -29,7 +29,7 @@ from rich.table import Column
 from rich.text import Text
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import Options, printable
+from localai_cluster.accounts.command_line import Argument, Options, printable
 from operations.api.jobs import read_entry
 from operations.changes import events
 from operations.management import operation_texts as texts
@@ -48,6 +48,17 @@ _STATUS_ORDER = (
     TargetStatus.QUEUED,
 )
 """Target states in the order in which targets get lines on a terminal."""
+
+
+CONFIRM_LAST: Argument = (
+    "--confirm-last",
+    {
+        "action": "append",
+        "default": [],
+        "metavar": "MODEL",
+        "help": "the last replica of this model may stop; repeatable",
+    },
+)
 
 
 class Display:

@@ -8,11 +8,11 @@ with exit code 1 and the reasons by node.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandError
 from rest_framework import serializers
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
+from localai_cluster.accounts.command_line import AddVerb, Argument, Columns, Options, VerbCommand
 from localai_cluster.kit import errors
 from nodes.api.cluster_backends import (
     ExternalSerializer,
@@ -31,6 +31,12 @@ from operations.ledger.admission import Requester
 from operations.management import following
 
 _DIGEST_SHOWN = len("sha256:") + 12
+_NODES: Argument = (
+    "--node",
+    {"action": "append", "default": [], "metavar": "NODE", "help": "only there: name or id; repeatable"},
+)
+_DETACH: Argument = ("--detach", {"action": "store_true", "help": "do not wait for its end"})
+_NAME: Argument = ("name", {"metavar": "NAME"})
 
 
 class Command(VerbCommand):
@@ -39,10 +45,12 @@ class Command(VerbCommand):
     help = "Shows the backends of the cluster, installs, upgrades and deletes them."
 
     def add_verbs(self, add: AddVerb) -> None:
-        listed = add(
-            "list", list_backends, "List installed backends, the nodes that have them, and upgrades."
+        add(
+            "list",
+            list_backends,
+            "List installed backends, the nodes that have them, and upgrades.",
+            ("--upgrades", {"action": "store_true", "help": "only those with an upgrade"}),
         )
-        listed.add_argument("--upgrades", action="store_true", help="only those with an upgrade")
         _add_write_verbs(add)
 
     def explain(self, refusal: errors.ClusterError) -> str:
@@ -58,7 +66,7 @@ class Command(VerbCommand):
 
 
 def _add_write_verbs(add: AddVerb) -> None:
-    installer = _add_nodes_option(add("install", install, "Install a backend on all nodes, or on some."))
+    installer = add("install", install, "Install a backend on all nodes, or on some.", _NODES, _DETACH)
     installer.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name"
     )
@@ -68,10 +76,8 @@ def _add_write_verbs(add: AddVerb) -> None:
     installer.add_argument("--name", dest="called", default="", metavar="N", help="its name, with --uri")
     installer.add_argument("--force", action="store_true", help="replace the files where it is installed")
     installer.add_argument("--yes", action="store_true", help="with --force: do not ask")
-    newer = _add_nodes_option(
-        add("upgrade", upgrade, "Upgrade a backend where it is; several nodes go in waves.")
-    )
-    newer.add_argument("name", metavar="NAME")
+    described = "Upgrade a backend where it is; several nodes go in waves."
+    newer = add("upgrade", upgrade, described, _NODES, _DETACH, _NAME)
     pace = newer.add_mutually_exclusive_group()
     pace.add_argument("--at-once", action="store_true", help="on all nodes at once: running requests end")
     pace.add_argument(
@@ -84,24 +90,10 @@ def _add_write_verbs(add: AddVerb) -> None:
     newer.add_argument(
         "--stop-at-failures", type=int, metavar="N", help="failed nodes from which on it asks (default: 1)"
     )
-    newer.add_argument(
-        "--confirm-last",
-        action="append",
-        default=[],
-        metavar="MODEL",
-        help="the last replica of this model may stop; repeatable",
-    )
-    remover = _add_nodes_option(add("delete", delete, "Delete a backend where it is; its engines stop."))
-    remover.add_argument("name", metavar="NAME")
-    remover.add_argument("--yes", action="store_true", help="do not ask")
-
-
-def _add_nodes_option(parser: CommandParser) -> CommandParser:
-    parser.add_argument(
-        "--node", action="append", default=[], metavar="NODE", help="only there: name or id; repeatable"
-    )
-    parser.add_argument("--detach", action="store_true", help="do not wait for its end")
-    return parser
+    option, settings = following.CONFIRM_LAST
+    newer.add_argument(option, **settings)
+    yes = ("--yes", {"action": "store_true", "help": "do not ask"})
+    add("delete", delete, "Delete a backend where it is; its engines stop.", _NODES, _DETACH, _NAME, yes)
 
 
 def list_backends(options: Options) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
+from localai_cluster.accounts.command_line import AddVerb, Argument, Columns, Options, VerbCommand
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import Row
@@ -62,6 +62,9 @@ EDITOR = "EDITOR"
 """Environment variable that names the editor for `edit`."""
 
 
+_MODEL: Argument = ("model", {"metavar": "MODEL"})
+
+
 class Command(VerbCommand):
     """One subcommand per verb."""
 
@@ -78,32 +81,21 @@ class Command(VerbCommand):
         listed = add("list", list_models, "List definitions, of files too.")
         listed.add_argument("term", nargs="?", default="", metavar="TERM", help="part of a name or backend")
         listed.add_argument("--state", choices=STATES)
-        _add_model_argument(add("show", show, "Show the YAML of a model."))
-        _add_edit_arguments(
-            _add_model_argument(
-                add("edit", edit_model, "Change a definition, in $EDITOR unless values are given.")
-            )
-        )
-        removed = _add_model_argument(
-            add("remove", remove, "Unload a model and delete its stored definition.")
-        )
+        add("show", show, "Show the YAML of a model.", _MODEL)
+        edited = "Change a definition, in $EDITOR unless values are given."
+        _add_edit_arguments(add("edit", edit_model, edited, _MODEL))
+        removed = add("remove", remove, "Unload a model and delete its stored definition.", _MODEL)
         removed.add_argument(
             "--files", action="store_true", help="also delete the files that no other definition names"
         )
         removed.add_argument("--detach", action="store_true", help="do not wait for the end")
-        _add_model_argument(
-            add("disable", disable, "Disable a definition: no requests, and its replicas are unloaded.")
-        )
-        _add_model_argument(add("enable", enable, "Enable a definition."))
-        history = _add_model_argument(add("history", show_history, "List the revisions of a definition."))
-        history.add_argument("--diff", action="store_true", help="with what each has changed")
-        restored = _add_model_argument(add("restore", restore, "Make the text of a revision the newest one."))
-        restored.add_argument("revision", type=int, metavar="REVISION")
-
-
-def _add_model_argument(parser: CommandParser) -> CommandParser:
-    parser.add_argument("model", metavar="MODEL")
-    return parser
+        disabled = "Disable a definition: no requests, and its replicas are unloaded."
+        add("disable", disable, disabled, _MODEL)
+        add("enable", enable, "Enable a definition.", _MODEL)
+        diff = ("--diff", {"action": "store_true", "help": "with what each has changed"})
+        add("history", show_history, "List the revisions of a definition.", _MODEL, diff)
+        revision = ("revision", {"type": int, "metavar": "REVISION"})
+        add("restore", restore, "Make the text of a revision the newest one.", _MODEL, revision)
 
 
 def _add_edit_arguments(parser: CommandParser) -> None:

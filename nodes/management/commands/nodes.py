@@ -6,12 +6,12 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandError
 from django.http import QueryDict
 
 from localai_cluster import join_script
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
+from localai_cluster.accounts.command_line import AddVerb, Argument, Columns, Options, VerbCommand
 from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.kit.env import parse_duration
 from localai_cluster.kit.quantities import human_bytes
@@ -185,6 +185,9 @@ class Command(VerbCommand):
             raise
 
 
+_NODE: Argument = ("node", {"metavar": "NODE", "help": "name, id or id prefix"})
+
+
 def _add_read_verbs(add: AddVerb) -> None:
     listed = add("list", list_nodes, "List all nodes, or those that match the filters.")
     listed.add_argument("--status", choices=NodeStatus.values)
@@ -193,21 +196,18 @@ def _add_read_verbs(add: AddVerb) -> None:
     listed.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="can be repeated")
     listed.add_argument("--search", help="part of the name, address, GPU vendor or a GPU's name")
     listed.add_argument("--sort", metavar="FIELD", help="--sort=-FIELD reverses the order")
-    _add_node_argument(add("show", show, "Show one node: its facts and its latest events."))
-    claims = add("conflicts", list_conflicts, "List the open conflicts, or all conflicts of one node.")
-    claims.add_argument("node", nargs="?", metavar="NODE")
+    add("show", show, "Show one node: its facts and its latest events.", _NODE)
+    of_node = ("node", {"nargs": "?", "metavar": "NODE"})
+    add("conflicts", list_conflicts, "List the open conflicts, or all conflicts of one node.", of_node)
 
 
 def _add_write_verbs(add: AddVerb) -> None:
-    add(actions.APPROVE.name, approve, actions.APPROVE.help).add_argument(
-        "nodes", nargs="+", metavar="NODE", help="name, id or id prefix"
-    )
+    nodes = ("nodes", {"nargs": "+", "metavar": "NODE", "help": "name, id or id prefix"})
+    add(actions.APPROVE.name, approve, actions.APPROVE.help, nodes)
     for action in actions.NODE_ACTIONS.values():
         if action is actions.APPROVE:
             continue
-        parser = _add_node_argument(
-            add(action.name, stop if action is actions.STOP else change_node, action.help)
-        )
+        parser = add(action.name, stop if action is actions.STOP else change_node, action.help, _NODE)
         if action.reason != "none":
             required = action.reason == "required"
             parser.add_argument("--reason", required=required, default="", help="shown in the timeline")
@@ -221,13 +221,12 @@ def _add_write_verbs(add: AddVerb) -> None:
             )
         if action is actions.STOP:
             parser.add_argument("--yes", action="store_true", help="do not ask")
-    _add_node_argument(add("evict", evict, "Unload a node's least recently used idle replica."))
-    labels = _add_node_argument(add("label", label, "Show labels, set KEY=VALUE, remove KEY-."))
-    labels.add_argument("labels", nargs="*", metavar="LABEL", help="KEY=VALUE or KEY-")
+    add("evict", evict, "Unload a node's least recently used idle replica.", _NODE)
+    labels = ("labels", {"nargs": "*", "metavar": "LABEL", "help": "KEY=VALUE or KEY-"})
+    add("label", label, "Show labels, set KEY=VALUE, remove KEY-.", _NODE, labels)
+    conflict = ("conflict", {"metavar": "CONFLICT", "help": "id or id prefix"})
     for action in (actions.ACCEPT, actions.REFUSE):
-        add(action.name, decide_conflict, action.help).add_argument(
-            "conflict", metavar="CONFLICT", help="id or id prefix"
-        )
+        add(action.name, decide_conflict, action.help, conflict)
 
 
 def _add_join_token_verbs(add: AddVerb) -> None:
@@ -245,14 +244,8 @@ def _add_join_token_verbs(add: AddVerb) -> None:
     maker.add_argument("--note", default="", help="shown when a machine joins with it")
     maker.add_argument("--url", default="", help="base URL of the server; default: CLUSTER_PUBLIC_URL")
     add_verb("list", list_join_tokens, f"List the latest {TOKENS_SHOWN} join tokens.")
-    add_verb("revoke", revoke_join_token, "Revoke a join token.").add_argument(
-        "token", metavar="ID", help="id or id prefix"
-    )
-
-
-def _add_node_argument(parser: CommandParser) -> CommandParser:
-    parser.add_argument("node", metavar="NODE", help="name, id or id prefix")
-    return parser
+    token = ("token", {"metavar": "ID", "help": "id or id prefix"})
+    add_verb("revoke", revoke_join_token, "Revoke a join token.", token)
 
 
 def _parse_duration(text: str) -> float:

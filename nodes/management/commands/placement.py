@@ -55,13 +55,11 @@ class Command(VerbCommand):
     help = "Explains where models run, and plans where they would go; changes nothing."
 
     def add_verbs(self, add: AddVerb) -> None:
-        add(
-            "explain", explain, "Show where a model runs, why, and what its next request would find."
-        ).add_argument("model", metavar="MODEL")
+        model = ("model", {"metavar": "MODEL"})
+        add("explain", explain, "Show where a model runs, why, and what its next request would find.", model)
         _add_plan_arguments(add("plan", plan, "Plan where replicas would go, or what a rule would do."))
-        add("again", recompute, "Make a stored decision again, from the rows alone.").add_argument(
-            "record", type=int, metavar="RECORD", help="number of the decision; explain shows it"
-        )
+        number = {"type": int, "metavar": "RECORD", "help": "number of the decision; explain shows it"}
+        add("again", recompute, "Make a stored decision again, from the rows alone.", ("record", number))
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the command. Convert the validation error of a body to CommandError."""

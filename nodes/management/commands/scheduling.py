@@ -22,7 +22,7 @@ class Command(VerbCommand):
     def add_verbs(self, add: AddVerb) -> None:
         add("list", list_rules, "List the rules, and what the last pass made of each.")
         _add_rule_arguments(add("set", set_rule, "Set the rule of a model; what is not given is cleared."))
-        add("delete", delete_rule, "Delete the rule of a model.").add_argument("model", metavar="MODEL")
+        add("delete", delete_rule, "Delete the rule of a model.", ("model", {"metavar": "MODEL"}))
 
 
 def _add_rule_arguments(parser: CommandParser) -> None:

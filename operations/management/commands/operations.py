@@ -7,10 +7,10 @@ given by its id or a prefix of it. A refused command ends with exit code 1 and o
 from typing import Any
 from uuid import UUID
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandError
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, only_with_prefix
+from localai_cluster.accounts.command_line import AddVerb, Argument, Options, VerbCommand, only_with_prefix
 from localai_cluster.kit import clock
 from operations import kinds
 from operations.api import verbs
@@ -36,6 +36,18 @@ FILTERS = {
 """Options of `history`: the filters of the REST API."""
 
 
+_ID: Argument = ("operation", {"metavar": "ID", "help": "id or id prefix"})
+_NODES: Argument = (
+    "--node",
+    {"action": "append", "default": [], "metavar": "NODE", "help": "only there; repeatable"},
+)
+_FOLLOW: Argument = (
+    "--follow",
+    {"action": "store_true", "help": "print changes until it has ended; exit code 1 if it failed"},
+)
+_COMMENT: Argument = ("--comment", {"default": "", "help": "why it needs no more attention"})
+
+
 class Command(VerbCommand):
     """One subcommand per verb."""
 
@@ -44,41 +56,15 @@ class Command(VerbCommand):
     def add_verbs(self, add: AddVerb) -> None:
         add("list", list_operations, "List what waits and runs, and failures not dismissed.")
         add("inbox", inbox, "List failures that no one has dismissed.")
-        ended = add("history", history, "List what has ended, the latest first.")
-        for name, (metavar, what) in FILTERS.items():
-            ended.add_argument(f"--{name}", metavar=metavar, help=what)
-        shown = _add_operation_argument(add("show", show, "Show one operation and its part on each node."))
-        shown.add_argument(
-            "--follow", action="store_true", help="print changes until it has ended; exit code 1 if it failed"
-        )
-        _add_operation_argument(add("cancel", cancel, "End an operation for good.")).add_argument(
-            "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
-        )
-        tried = _add_operation_argument(
-            add("retry", retry, "Retry what failed; waiting targets are tried at once.")
-        )
-        tried.add_argument(
-            "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
-        )
-        _add_operation_argument(
-            add("dismiss", dismiss, "Take a failure out of the inbox; its record stays.")
-        ).add_argument("--comment", default="", help="why it needs no more attention")
-        continued = _add_operation_argument(
-            add("continue", continue_waves, "Open the next wave of an upgrade after one that failed.")
-        )
-        continued.add_argument(
-            "--confirm-last",
-            action="append",
-            default=[],
-            metavar="MODEL",
-            help="the last replica of this model may stop; repeatable",
-        )
-        _add_operation_argument(add("stop", stop_waves, "End an upgrade in waves after the open wave."))
-
-
-def _add_operation_argument(parser: CommandParser) -> CommandParser:
-    parser.add_argument("operation", metavar="ID", help="id or id prefix")
-    return parser
+        filters = [(f"--{name}", {"metavar": value, "help": what}) for name, (value, what) in FILTERS.items()]
+        add("history", history, "List what has ended, the latest first.", *filters)
+        add("show", show, "Show one operation and its part on each node.", _ID, _FOLLOW)
+        add("cancel", cancel, "End an operation for good.", _ID, _NODES)
+        add("retry", retry, "Retry what failed; waiting targets are tried at once.", _ID, _NODES)
+        add("dismiss", dismiss, "Take a failure out of the inbox; its record stays.", _ID, _COMMENT)
+        continued = "Open the next wave of an upgrade after one that failed."
+        add("continue", continue_waves, continued, _ID, following.CONFIRM_LAST)
+        add("stop", stop_waves, "End an upgrade in waves after the open wave.", _ID)
 
 
 def list_operations(options: Options) -> str:
