@@ -5,7 +5,6 @@ Each request creates one operation with a target for each node. The operation do
 
 from collections.abc import Mapping
 from typing import Any
-from uuid import UUID
 
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -17,7 +16,7 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.rest import Described, validate_body
 from nodes.api import node_backends
 from nodes.api.base import NODE_ID, NodeView, actor_of, job_example
-from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds
+from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds, by_node_id
 from nodes.api.node_settings import LABELS
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options
 from nodes.backends import admission
@@ -65,10 +64,7 @@ class BulkSerializer(Described, DrainRequestSerializer):
 
     def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[str, str]:
         """Return the fingerprints by node id, in the registry's spelling."""
-        try:
-            return {str(UUID(text)): fingerprint for text, fingerprint in (fingerprints or {}).items()}
-        except ValueError:
-            raise serializers.ValidationError("must be an object of node ids") from None
+        return {str(id): fingerprint for id, fingerprint in by_node_id(fingerprints or {}).items()}
 
     def validate_labels(self, value: dict[str, str] | None) -> dict[str, str]:
         """Raise ValidationError for labels that no node may have."""

@@ -13,6 +13,7 @@ from rest_framework.response import Response
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import (
@@ -190,10 +191,8 @@ def read_galleries() -> catalogue.Offer:
     return offer
 
 
-def repository_rows() -> list[Entry]:
-    return [
-        REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
-    ]
+def repository_row(gallery: Gallery) -> Row:
+    return REPOSITORY.of(url=gallery_index.public_url(gallery.url), name=gallery.name)
 
 
 def gallery_errors(offer: catalogue.Offer) -> list[Entry]:
@@ -234,7 +233,7 @@ class BackendsView(BackendRoute):
             CATALOGUE.of(
                 **page_fields(len(chosen), page, items),
                 backends=chosen[(page - 1) * items : page * items],
-                repositories=repository_rows(),
+                repositories=[repository_row(gallery) for gallery in node_commands.galleries()],
                 nodesByCapability=nodes_by_capability,
                 allTags=sorted({tag for build in offer.builds for tag in build.tags}),
                 processingBackends={operation.key: str(operation.id) for operation in running},
@@ -303,7 +302,7 @@ class AvailableView(BackendRoute):
 def _available_row(build: GalleryEntry, installed: bool) -> Row:
     return AVAILABLE_BACKEND.of_object(
         build,
-        gallery=REPOSITORY.of(url=gallery_index.public_url(build.gallery.url), name=build.gallery.name),
+        gallery=repository_row(build.gallery),
         installed=installed,
         uri=gallery_index.public_url(build.uri),
         mirrors=[gallery_index.public_url(mirror) for mirror in build.mirrors],
@@ -348,7 +347,7 @@ class GalleriesView(BackendRoute):
     @describe("backends_galleries", "List galleries", REPOSITORY.many, shown=[_REPOSITORY])
     def get(self, request: Request) -> Response:
         """The galleries of this cluster."""
-        return Response(repository_rows())
+        return Response([repository_row(gallery) for gallery in node_commands.galleries()])
 
 
 class UseCasesView(BackendRoute):

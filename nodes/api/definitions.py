@@ -80,6 +80,14 @@ def _origin(request: Request) -> DefinitionOrigin:
     return DefinitionOrigin.API if has_key else DefinitionOrigin.EDITOR
 
 
+def _text_of(name: str) -> str:
+    """Return the text in force; raise NotFound."""
+    text = store.text_in_force(name)
+    if text is None:
+        raise errors.NotFound("there is no such definition")
+    return text
+
+
 class DefinitionsView(_DefinitionRoute):
     """`/api/definitions`."""
 
@@ -228,9 +236,7 @@ class DefinitionView(_DefinitionRoute):
         `shadowed` says that the file stays in force.
         """
         fields = validate_body(shapes.DefinitionEditSerializer, request)
-        former = store.text_in_force(name)
-        if former is None:
-            raise errors.NotFound("there is no such definition")
+        former = _text_of(name)
         text = fields["text"] if "text" in fields else edit.apply_changes(former, fields["changes"])
         return Response(self.save(request, name, text, fields))
 
@@ -278,9 +284,7 @@ class DefinitionCloneView(_DefinitionRoute):
     def post(self, request: Request, name: str) -> Response:
         """The files are the same. 409 if the new name is defined already."""
         fields = validate_body(shapes.DefinitionCloneSerializer, request)
-        text = store.text_in_force(name)
-        if text is None:
-            raise errors.NotFound("there is no such definition")
+        text = _text_of(name)
         store.require_no_file(fields["name"])
         reason = fields.get("reason") or f"copy of {name}"
         copied = edit.rename(text, fields["name"])

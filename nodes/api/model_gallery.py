@@ -41,7 +41,7 @@ from nodes.api.base import (
     read_query,
     text_schema,
 )
-from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS, page_fields
+from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS, page_fields, repository_row
 from nodes.api.models import MAX_MODEL_LENGTH
 from nodes.api.sources import import_message, start_import
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
@@ -125,13 +125,6 @@ ESTIMATE = Shape(
 _REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
-def _repositories() -> list[Row]:
-    return [
-        REPOSITORY.of(url=gallery_index.public_url(gallery.url), name=gallery.name)
-        for gallery in galleries.configured()
-    ]
-
-
 class AvailableModelsView(ModelRoute):
     """`/models/available`."""
 
@@ -143,9 +136,7 @@ class AvailableModelsView(ModelRoute):
             [
                 AVAILABLE_MODEL.of_object(
                     entry,
-                    gallery=REPOSITORY.of(
-                        url=gallery_index.public_url(entry.gallery.url), name=entry.gallery.name
-                    ),
+                    gallery=repository_row(entry.gallery),
                     installed=folded(entry.name) in installed,
                     url=gallery_index.public_url(entry.config_url or entry.uri),
                 )
@@ -160,7 +151,7 @@ class ModelGalleriesView(ModelRoute):
     @describe("models_galleries", "List the model galleries", REPOSITORY.many, shown=[_REPOSITORY])
     def get(self, request: Request) -> Response:
         """As they are configured, without credentials."""
-        return Response(_repositories())
+        return Response([repository_row(gallery) for gallery in galleries.configured()])
 
 
 class ModelFileSerializer(NullIsAbsent):
@@ -383,7 +374,7 @@ class ModelsView(ModelRoute):
         return Response(
             LISTED_MODELS.of(
                 models=rows,
-                repositories=_repositories(),
+                repositories=[repository_row(gallery) for gallery in galleries.configured()],
                 allTags=sorted({tag for entry in entries for tag in entry.tags}),
                 allBackends=sorted({backend for entry in entries if (backend := _backend_of(entry))}),
                 processingModels=busy,

@@ -93,6 +93,14 @@ class DrainRequestSerializer(ReasonSerializer):
     deadline_seconds = Whole(required=False, min_value=0, max_value=int(lifecycle.MAX_DEADLINE))
 
 
+def by_node_id(fingerprints: dict[str, str]) -> dict[UUID, str]:
+    """Return the fingerprints by node id. Raise ValidationError for a text that is none."""
+    try:
+        return {UUID(text): fingerprint for text, fingerprint in fingerprints.items()}
+    except ValueError:
+        raise serializers.ValidationError("must be an object of node ids") from None
+
+
 class ApproveManySerializer(Described, NullIsAbsent):
     """Which nodes; a node that stands in `fingerprints` only with the fingerprint given there."""
 
@@ -107,10 +115,7 @@ class ApproveManySerializer(Described, NullIsAbsent):
         return schema
 
     def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[UUID, str]:
-        try:
-            return {UUID(text): fingerprint for text, fingerprint in (fingerprints or {}).items()}
-        except ValueError:
-            raise serializers.ValidationError("must be an object of node ids") from None
+        return by_node_id(fingerprints or {})
 
 
 class ApproveView(NodeView):

@@ -16,10 +16,8 @@ from urllib.parse import urlsplit
 from asgiref.sync import ThreadSensitiveContext
 from channels.db import database_sync_to_async
 from django.conf import settings
-from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import (
     OpenApiResponse,
-    extend_schema_field,
 )
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -79,14 +77,6 @@ class _Labels(serializers.DictField):
         return labels
 
 
-@extend_schema_field(OpenApiTypes.ANY)
-class _AnyField(serializers.Field[Any, Any, Any, Any]):
-    """Any value; `parse_registration` checks it, and `described` describes it."""
-
-    def to_internal_value(self, data: Any) -> Any:
-        return data
-
-
 class RunningProcessSerializer(NullIsAbsent):
     """One engine process of the worker: `model#replica`, and where it listens if that is known."""
 
@@ -127,8 +117,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
     total_disk, available_disk = _bytes(), _bytes()
     gpu_vendor, gpu_compute_capability, capability, vram_budget = _text(), _text(), _text(), _text()
     engine_token, version = _text(), _text()
-    gpus = _AnyField(required=False)
-    system = _AnyField(required=False)
+    gpus, system = serializers.JSONField(required=False), serializers.JSONField(required=False)
     labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False)
     max_replicas_per_model = Whole(required=False, min_value=-(2**63), max_value=MAX_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
