@@ -16,16 +16,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import (
-    JOB_ID,
-    NODE_ID,
-    BackendRoute,
-    enum_schema,
-    integer_schema,
-    query_parameter,
-    read_query,
-    text_schema,
-)
+from nodes.api import base
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 
@@ -62,7 +53,9 @@ CATALOGUE = Shape(
         field("nodesByCapability", mapping(count()), "Healthy nodes by capability."),
         field("processingBackends", mapping(UUID), "Key of an active operation to its id."),
         field(
-            "taskTypes", mapping(enum_schema(("Installation", "Deletion", "Waiting"))), "And to what it does."
+            "taskTypes",
+            mapping(base.enum_schema(("Installation", "Deletion", "Waiting"))),
+            "And to what it does.",
         ),
         field("availableBackends", count(), "Entries of all galleries."),
         field("installedBackends", count(), "Different backends on approved nodes."),
@@ -74,14 +67,14 @@ CATALOGUE = Shape(
         field("preferDevelopmentBackends", FLAG),
     ],
 )
-_SEARCH = text_schema(MAX_SEARCH_LENGTH)
+_SEARCH = base.text_schema(MAX_SEARCH_LENGTH)
 _PARAMETERS = [
-    query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
-    query_parameter("tag", _SEARCH, "Only entries with this tag."),
-    query_parameter("page", integer_schema(1, FARTHEST, 1), "Which page."),
-    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Entries on a page."),
-    query_parameter("sort", enum_schema(SORTS), "The order; `status` has installed ones first."),
-    query_parameter("order", enum_schema(DIRECTIONS) | {"default": "asc"}, "Or turned round."),
+    base.query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
+    base.query_parameter("tag", _SEARCH, "Only entries with this tag."),
+    base.query_parameter("page", base.integer_schema(1, FARTHEST, 1), "Which page."),
+    base.query_parameter("items", base.integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Entries on a page."),
+    base.query_parameter("sort", base.enum_schema(SORTS), "The order; `status` has installed ones first."),
+    base.query_parameter("order", base.enum_schema(DIRECTIONS) | {"default": "asc"}, "Or turned round."),
 ]
 _EXAMPLE = {
     "backends": [
@@ -98,7 +91,7 @@ _EXAMPLE = {
             "installed": True,
             "nodes": [
                 {
-                    "node_id": NODE_ID,
+                    "node_id": base.NODE_ID,
                     "node_name": "gpu-a",
                     "node_status": "healthy",
                     "version": "1.0.0",
@@ -106,7 +99,7 @@ _EXAMPLE = {
                 }
             ],
             "processing": True,
-            "jobID": JOB_ID,
+            "jobID": base.JOB_ID,
             "isDeletion": False,
             "isMeta": False,
             "isAlias": False,
@@ -120,8 +113,8 @@ _EXAMPLE = {
     "galleryErrors": [],
     "allTags": ["embeddings"],
     "nodesByCapability": {"default": 1},
-    "processingBackends": {f"node:{NODE_ID}:minilm": JOB_ID},
-    "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
+    "processingBackends": {f"node:{base.NODE_ID}:minilm": base.JOB_ID},
+    "taskTypes": {f"node:{base.NODE_ID}:minilm": "Installation"},
     "availableBackends": 1,
     "installedBackends": 1,
     "currentPage": 1,
@@ -205,7 +198,7 @@ def gallery_errors(offer: catalogue.Offer) -> list[Entry]:
     ]
 
 
-class BackendsView(BackendRoute):
+class BackendsView(base.BackendRoute):
     """`/api/backends`."""
 
     @describe(
@@ -221,7 +214,7 @@ class BackendsView(BackendRoute):
 
         503 if no gallery can be read.
         """
-        query = read_query(request, _PARAMETERS)
+        query = base.read_query(request, _PARAMETERS)
         page, items = query["page"], query["items"]
         offer = read_galleries()
         inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
@@ -286,7 +279,7 @@ _AVAILABLE = {
 }
 
 
-class AvailableView(BackendRoute):
+class AvailableView(base.BackendRoute):
     """`/backends/available`."""
 
     @describe(
@@ -310,7 +303,7 @@ def _available_row(build: GalleryEntry, installed: bool) -> Row:
     )
 
 
-class KnownView(BackendRoute):
+class KnownView(base.BackendRoute):
     """`/backends/known`."""
 
     @describe(
@@ -341,7 +334,7 @@ class KnownView(BackendRoute):
         return Response(sorted(backends, key=lambda backend: (backend["modality"], folded(backend["name"]))))
 
 
-class GalleriesView(BackendRoute):
+class GalleriesView(base.BackendRoute):
     """`/backends/galleries`."""
 
     @describe("backends_galleries", "List galleries", REPOSITORY.many, shown=[_REPOSITORY])
@@ -350,7 +343,7 @@ class GalleriesView(BackendRoute):
         return Response([repository_row(gallery) for gallery in node_commands.galleries()])
 
 
-class UseCasesView(BackendRoute):
+class UseCasesView(base.BackendRoute):
     """`/api/backends/usecases`."""
 
     @describe(

@@ -26,17 +26,7 @@ from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Text, Whole, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api import models
-from nodes.api.base import (
-    JOB_ID,
-    MOMENT,
-    NODE_ID,
-    NodeView,
-    query_parameter,
-    read_query,
-    require_node_id,
-    text_schema,
-)
+from nodes.api import base, models
 from nodes.api.worker_routes import parse_id
 from nodes.backends import node_commands, worker_logs
 from nodes.commands.outcomes import CommandFailed
@@ -91,14 +81,16 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-_MONITORED = [query_parameter("model", text_schema(models.MAX_MODEL_LENGTH), "Which model.", required=True)]
+_MONITORED = [
+    base.query_parameter("model", base.text_schema(models.MAX_MODEL_LENGTH), "Which model.", required=True)
+]
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITOR_EXAMPLE = {
     "state": 2,
     "memory": _MEMORY,
     "replicas": [
         {
-            "node_id": NODE_ID,
+            "node_id": base.NODE_ID,
             "node_name": "gpu-a",
             "replica_index": 0,
             "in_flight": 1,
@@ -135,7 +127,7 @@ class LoadView(APIView):
         refused=(400, 404, 409, 413),
         body=LoadModelSerializer,
         sent={"model": "minilm"},
-        shown={"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": JOB_ID},
+        shown={"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": base.JOB_ID},
         tag="nodes",
     )
     def post(self, request: Request) -> Response:
@@ -172,7 +164,11 @@ class LoadView(APIView):
         return _load_response(model, [operation], wait=fields.get("wait", True))
 
     def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
-        node = node_commands.find_node(require_node_id(fields["node_id"])) if fields.get("node_id") else None
+        node = (
+            node_commands.find_node(base.require_node_id(fields["node_id"]))
+            if fields.get("node_id")
+            else None
+        )
         operations = load_request.request_replicas(
             fields["model_name"],
             fields.get("replicas") or 1,
@@ -229,7 +225,7 @@ class MonitorView(APIView):
     )
     def get(self, request: Request) -> Response:
         """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
-        model = read_query(request, _MONITORED)["model"]
+        model = base.read_query(request, _MONITORED)["model"]
         if not model:
             raise errors.InvalidInput("model is required", field="model")
         engines = _find_engines(model)
@@ -346,7 +342,7 @@ LOG_LINE = Shape(
 )
 
 
-class LoggedModelsView(NodeView):
+class LoggedModelsView(base.NodeView):
     """`/api/nodes/:id/backend-logs`."""
 
     @describe(
@@ -361,7 +357,7 @@ class LoggedModelsView(NodeView):
         return Response(_read_from_worker(node_id, worker_logs.models))
 
 
-class LogLinesView(NodeView):
+class LogLinesView(base.NodeView):
     """`/api/nodes/:id/backend-logs/:model`."""
 
     @describe(
@@ -369,7 +365,7 @@ class LogLinesView(NodeView):
         "Show the log of a model on a node",
         LOG_LINE.many,
         refused=(400, 404, 409, 502, 504),
-        shown=[{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}],
+        shown=[{"timestamp": base.MOMENT, "stream": "stderr", "text": "loading the model"}],
     )
     def get(self, request: Request, node_id: str, model: str) -> Response:
         """The last lines of a model's engines in order of time; `model#0` is one replica (`%23` in the URL).

@@ -32,15 +32,7 @@ from localai_cluster.web.shapes import (
     field,
     mapping,
 )
-from nodes.api.base import (
-    JOB_ID,
-    ModelRoute,
-    enum_schema,
-    integer_schema,
-    query_parameter,
-    read_query,
-    text_schema,
-)
+from nodes.api import base
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS, page_fields, repository_row
 from nodes.api.models import MAX_MODEL_LENGTH
 from nodes.api.sources import import_message, start_import
@@ -125,7 +117,7 @@ ESTIMATE = Shape(
 _REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
-class AvailableModelsView(ModelRoute):
+class AvailableModelsView(base.ModelRoute):
     """`/models/available`."""
 
     @describe("models_available", "List entries of the model galleries", AVAILABLE_MODEL.many)
@@ -145,7 +137,7 @@ class AvailableModelsView(ModelRoute):
         )
 
 
-class ModelGalleriesView(ModelRoute):
+class ModelGalleriesView(base.ModelRoute):
     """`/models/galleries`."""
 
     @describe("models_galleries", "List the model galleries", REPOSITORY.many, shown=[_REPOSITORY])
@@ -200,11 +192,11 @@ _describe_import = partial(
     answer=JOB_STARTED,
     meaning=_ADMITTED,
     refused=(400, 404, 409, 413, 502),
-    shown={"uuid": JOB_ID, "status": f"https://cluster.example/models/jobs/{JOB_ID}"},
+    shown={"uuid": base.JOB_ID, "status": f"https://cluster.example/models/jobs/{base.JOB_ID}"},
 )
 
 
-class ApplyModelView(ModelRoute):
+class ApplyModelView(base.ModelRoute):
     """`/models/apply`."""
 
     @_describe_import(
@@ -248,7 +240,7 @@ def reference_of(text: str) -> GalleryRef:
     return GalleryRef(gallery, name)
 
 
-class ImportUriView(ModelRoute):
+class ImportUriView(base.ModelRoute):
     """`/models/import-uri`."""
 
     @_describe_import(
@@ -273,11 +265,11 @@ def _accepted_body(admission: Admission, message: str) -> Row:
     return STARTED.of(uuid=fields["jobID"], **fields)
 
 
-_INSTALLATION = [query_parameter("variant", TEXT | {"maxLength": 300}, "A variant of the entry.")]
-_ESTIMATE = [query_parameter("contexts", TEXT | {"maxLength": 200}, "Numbers with commas.")]
+_INSTALLATION = [base.query_parameter("variant", TEXT | {"maxLength": 300}, "A variant of the entry.")]
+_ESTIMATE = [base.query_parameter("contexts", TEXT | {"maxLength": 200}, "Numbers with commas.")]
 
 
-class InstallModelView(ModelRoute):
+class InstallModelView(base.ModelRoute):
     """`/api/models/install/:id`."""
 
     @describe(
@@ -290,13 +282,13 @@ class InstallModelView(ModelRoute):
     )
     def post(self, request: Request, id: str) -> Response:
         """Fetches its files and defines it. An unknown variant is refused, never replaced by another one."""
-        variant = read_query(request, _INSTALLATION)["variant"]
+        variant = base.read_query(request, _INSTALLATION)["variant"]
         plan = inspection.plan_entry(galleries.find(reference_of(id)), variant=variant)
         admission = start_import(request, plan)
         return Response(_accepted_body(admission, import_message(admission, plan.name)))
 
 
-class EstimateView(ModelRoute):
+class EstimateView(base.ModelRoute):
     """`/api/models/estimate/:id`."""
 
     @describe(
@@ -308,7 +300,7 @@ class EstimateView(ModelRoute):
     )
     def get(self, request: Request, id: str) -> Response:
         """By the header of its file; the memory is that of a node with a GPU."""
-        contexts = _parse_contexts(read_query(request, _ESTIMATE)["contexts"])
+        contexts = _parse_contexts(base.read_query(request, _ESTIMATE)["contexts"])
         size, memory, trained = inspection.estimate_entry(galleries.find(reference_of(id)), contexts)
         return Response(
             ESTIMATE.of(
@@ -336,19 +328,19 @@ def _parse_contexts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-_SEARCH = text_schema(MAX_SEARCH_LENGTH)
+_SEARCH = base.text_schema(MAX_SEARCH_LENGTH)
 _LIST = [
-    query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
-    query_parameter("tag", _SEARCH, "Only entries with this tag."),
-    query_parameter("backend", _SEARCH, "Only entries that state this backend."),
-    query_parameter("page", integer_schema(1, FARTHEST), "Which page."),
-    query_parameter("items", integer_schema(1, MAX_ITEMS), "On a page."),
-    query_parameter("sort", enum_schema(SORTS), "The order."),
-    query_parameter("order", enum_schema(DIRECTIONS), "The direction of the order."),
+    base.query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
+    base.query_parameter("tag", _SEARCH, "Only entries with this tag."),
+    base.query_parameter("backend", _SEARCH, "Only entries that state this backend."),
+    base.query_parameter("page", base.integer_schema(1, FARTHEST), "Which page."),
+    base.query_parameter("items", base.integer_schema(1, MAX_ITEMS), "On a page."),
+    base.query_parameter("sort", base.enum_schema(SORTS), "The order."),
+    base.query_parameter("order", base.enum_schema(DIRECTIONS), "The direction of the order."),
 ]
 
 
-class ModelsView(ModelRoute):
+class ModelsView(base.ModelRoute):
     """`/api/models`."""
 
     @describe(
@@ -360,7 +352,7 @@ class ModelsView(ModelRoute):
     )
     def get(self, request: Request) -> Response:
         """The models of the galleries; `/api/catalogue` also says which of them fit."""
-        query = read_query(request, _LIST)
+        query = base.read_query(request, _LIST)
         wanted = {name: query[name].casefold() for name in ("term", "tag", "backend")}
         page, items, sort = query["page"] or 1, query["items"] or DEFAULT_ITEMS, query["sort"]
         entries, installed = catalogue.readable_offer().builds, catalogue.installed_names()

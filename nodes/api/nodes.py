@@ -14,21 +14,7 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import Row, Shape, field
-from nodes.api.base import (
-    FINGERPRINT,
-    MOMENT,
-    NODE_ID,
-    PAGE,
-    NodeView,
-    Schema,
-    actor_of,
-    enum_schema,
-    integer_schema,
-    query_parameter,
-    read_query,
-    require_node_id,
-    text_schema,
-)
+from nodes.api import base
 from nodes.api.node_actions import describe_action, perform_action
 from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
@@ -37,32 +23,34 @@ from nodes.registry.heartbeats import LARGEST
 from nodes.registry.shape import CONFLICT, EVENT, NODE, NODE_DETAIL
 from nodes.replicas.shape import REPLICA
 
-_LABEL_SCHEMA: Schema = {
+_LABEL_SCHEMA: base.Schema = {
     "type": "string",
     "pattern": rf"^[^=]{{1,{scheduling.MAX_KEY_LENGTH}}}=[\s\S]{{0,{scheduling.MAX_VALUE_LENGTH}}}$",
 }
 _FILTERS = [
-    query_parameter("status", enum_schema(NodeStatus.values), "Only nodes of this status."),
-    query_parameter("type", enum_schema(NodeType.values), "Only nodes of this type."),
-    query_parameter("vendor", text_schema(listing.MAX_VENDOR_LENGTH), "Only nodes with GPUs of this vendor."),
-    query_parameter(
+    base.query_parameter("status", base.enum_schema(NodeStatus.values), "Only nodes of this status."),
+    base.query_parameter("type", base.enum_schema(NodeType.values), "Only nodes of this type."),
+    base.query_parameter(
+        "vendor", base.text_schema(listing.MAX_VENDOR_LENGTH), "Only nodes with GPUs of this vendor."
+    ),
+    base.query_parameter(
         "search",
-        text_schema(listing.MAX_SEARCH_LENGTH),
+        base.text_schema(listing.MAX_SEARCH_LENGTH),
         "Only nodes with this in name, address or GPUs.",
     ),
-    query_parameter(
+    base.query_parameter(
         "label",
         {"type": "array", "items": _LABEL_SCHEMA, "minItems": 1, "maxItems": listing.MAX_LABELS},
         "`key=value`: only nodes with this label; repeated, with all of them.",
         explode=True,
     ),
-    query_parameter(
-        "sort", enum_schema(listing.ORDERS) | {"default": "name"}, "The order; `-` turns it round."
+    base.query_parameter(
+        "sort", base.enum_schema(listing.ORDERS) | {"default": "name"}, "The order; `-` turns it round."
     ),
 ]
 _LABELS = {"gpu.vendor": "nvidia", "gpu.vram": "16GB", "node.name": "gpu-a", "node.replica-slots": "2"}
 _NODE_EXAMPLE = {
-    "id": NODE_ID,
+    "id": base.NODE_ID,
     "name": "gpu-a",
     "node_type": "backend",
     "address": "10.1.0.4:50051",
@@ -83,9 +71,9 @@ _NODE_EXAMPLE = {
     "vram_budget": "80%",
     "vram_budget_bytes": 20605776691,
     "vram_budget_manually_set": True,
-    "last_heartbeat": MOMENT,
+    "last_heartbeat": base.MOMENT,
     "created_at": "2026-07-01T08:00:00Z",
-    "updated_at": MOMENT,
+    "updated_at": base.MOMENT,
     "model_count": 1,
     "in_flight_count": 2,
     "labels": _LABELS,
@@ -117,7 +105,7 @@ _DETAIL_EXAMPLE = {
     },
     "approval": {"at": "2026-07-01T08:01:00Z", "by": "ann", "reason": ""},
     "drain": {
-        "since": MOMENT,
+        "since": base.MOMENT,
         "by": "ann",
         "reason": "new power supply",
         "own": False,
@@ -127,7 +115,7 @@ _DETAIL_EXAMPLE = {
     },
     "identity": {
         "weak": False,
-        "fingerprint": FINGERPRINT,
+        "fingerprint": base.FINGERPRINT,
         "source_address": "10.1.0.4",
         "first_seen": "2026-07-01T08:00:00Z",
         "bound_at": "2026-07-01T08:00:00Z",
@@ -137,15 +125,15 @@ _DETAIL_EXAMPLE = {
     "model_bytes": 43165671424,
     "revision": 7,
     "overrides": {
-        "max_replicas_per_model": {"by": "ann", "at": MOMENT},
+        "max_replicas_per_model": {"by": "ann", "at": base.MOMENT},
         "vram_budget": {"by": "", "at": None},
     },
     "label_sources": dict.fromkeys(_LABELS, "auto"),
-    "inventory": {"at": MOMENT, "error": ""},
+    "inventory": {"at": base.MOMENT, "error": ""},
 }
 
 
-class NodesView(NodeView):
+class NodesView(base.NodeView):
     """`/api/nodes` (R1.61)."""
 
     @describe(
@@ -153,7 +141,7 @@ class NodesView(NodeView):
         "List nodes",
         NODE.many,
         refused=(400,),
-        parameters=[*_FILTERS, *PAGE],
+        parameters=[*_FILTERS, *base.PAGE],
         shown=[_NODE_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
@@ -165,7 +153,7 @@ class NodesView(NodeView):
         return Response(rows, headers=node_query.page.headers(request, total))
 
 
-class NodeDetailView(NodeView):
+class NodeDetailView(base.NodeView):
     """`/api/nodes/:id`."""
 
     @describe("nodes_read", "Show a node", NODE_DETAIL, refused=(404,), shown=_NODE_EXAMPLE | _DETAIL_EXAMPLE)
@@ -185,32 +173,32 @@ class NodeDetailView(NodeView):
 _REPLICAS_EXAMPLE = [
     {
         "id": "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa",
-        "node_id": NODE_ID,
+        "node_id": base.NODE_ID,
         "model_name": "minilm",
         "replica_index": 0,
         "address": "10.1.0.4:50052",
         "state": "loaded",
         "in_flight": 2,
-        "last_used": MOMENT,
+        "last_used": base.MOMENT,
         "backend_type": "minilm",
         "config_revision": "3b1f6a6f6c0b",
         "effective_options_hash": "a94a8fe5ccb1",
-        "created_at": MOMENT,
-        "updated_at": MOMENT,
+        "created_at": base.MOMENT,
+        "updated_at": base.MOMENT,
     }
 ]
 
 
-class NodeReplicasView(NodeView):
+class NodeReplicasView(base.NodeView):
     """`/api/nodes/:id/models`."""
 
     @describe("nodes_models", "List a node's replicas", REPLICA.many, refused=(404,), shown=_REPLICAS_EXAMPLE)
     def get(self, request: Request, node_id: str) -> Response:
         """The node's replicas in every state."""
-        return Response(replica_rows(require_node_id(node_id)))
+        return Response(replica_rows(base.require_node_id(node_id)))
 
 
-class ReplicasView(NodeView):
+class ReplicasView(base.NodeView):
     """`/api/nodes/models` (R1.61)."""
 
     @describe("models_list", "List loaded replicas", REPLICA.many, shown=_REPLICAS_EXAMPLE)
@@ -233,11 +221,11 @@ EVENTS = Shape(
 )
 _EXAMPLE = {
     "id": 4711,
-    "node_id": NODE_ID,
+    "node_id": base.NODE_ID,
     "node_name": "gpu-a",
     "kind": "drained",
-    "at": MOMENT,
-    "last_at": MOMENT,
+    "at": base.MOMENT,
+    "last_at": base.MOMENT,
     "count": 1,
     "actor_kind": "user",
     "actor": "ann",
@@ -249,15 +237,17 @@ _EXAMPLE = {
 
 
 _EVENT_PAGE = [
-    query_parameter("limit", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."),
-    query_parameter(
-        "cursor", integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
+    base.query_parameter(
+        "limit", base.integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."
     ),
-    query_parameter("kind", enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
+    base.query_parameter(
+        "cursor", base.integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
+    ),
+    base.query_parameter("kind", base.enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
 ]
 
 
-class EventsView(NodeView):
+class EventsView(base.NodeView):
     """`/api/nodes/:id/events`."""
 
     @describe(
@@ -271,7 +261,7 @@ class EventsView(NodeView):
     def get(self, request: Request, node_id: str) -> Response:
         """Events of a node, also of a removed one, within the retention period."""
         node = _known_node_id(node_id)
-        query = read_query(request, _EVENT_PAGE)
+        query = base.read_query(request, _EVENT_PAGE)
         limit = query["limit"]
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
         if query["kind"]:
@@ -299,25 +289,25 @@ _CONFLICTS_A_PAGE = 100
 _CONFLICT_EXAMPLE = [
     {
         "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
-        "node_id": NODE_ID,
+        "node_id": base.NODE_ID,
         "node_name": "gpu-a",
         "kind": "secret",
         "state": "open",
-        "fingerprint": FINGERPRINT,
+        "fingerprint": base.FINGERPRINT,
         "source_address": "10.1.0.9",
         "advertised_address": "10.1.0.9:50051",
         "node_source_address": "10.1.0.4",
         "count": 3,
-        "first_at": MOMENT,
-        "last_at": MOMENT,
+        "first_at": base.MOMENT,
+        "last_at": base.MOMENT,
     }
 ]
 _describe_conflicts = partial(
-    describe, answer=CONFLICT.many, parameters=PAGE, shown=_CONFLICT_EXAMPLE, tag="identity"
+    describe, answer=CONFLICT.many, parameters=base.PAGE, shown=_CONFLICT_EXAMPLE, tag="identity"
 )
 
 
-class ConflictsView(NodeView):
+class ConflictsView(base.NodeView):
     """`/api/nodes/conflicts`."""
 
     @_describe_conflicts("conflicts_list", "List open identity conflicts", refused=(400,))
@@ -326,13 +316,13 @@ class ConflictsView(NodeView):
         return conflicts_page(request, NodeConflict.objects.filter(state="open"))
 
 
-class NodeConflictsView(NodeView):
+class NodeConflictsView(base.NodeView):
     """`/api/nodes/:id/conflicts`."""
 
     @_describe_conflicts("nodes_conflicts", "List a node's identity conflicts", refused=(400, 404))
     def get(self, request: Request, node_id: str) -> Response:
         """Claims to this node's identity, open and resolved, latest first."""
-        return conflicts_page(request, NodeConflict.objects.filter(node=require_node_id(node_id)))
+        return conflicts_page(request, NodeConflict.objects.filter(node=base.require_node_id(node_id)))
 
 
 def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
@@ -341,27 +331,27 @@ def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Respo
     return Response(rows, headers=page.headers(request, conflicts.count()))
 
 
-class AcceptView(NodeView):
+class AcceptView(base.NodeView):
     """`/api/nodes/:id/conflicts/:cid/accept`."""
 
     @describe_action(actions.ACCEPT, refused=(404, 409), operation_id="conflicts_accept", tag="identity")
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The claimant becomes the node; the node's previous secret is permanently rejected."""
         node, conflict = _parse_ids(node_id, conflict_id)
-        claims.accept_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        claims.accept_conflict(conflict, node_id=node, actor=base.actor_of(request), now=clock.now())
         return Response({"message": actions.ACCEPT.message})
 
 
-class RefuseView(NodeView):
+class RefuseView(base.NodeView):
     """`/api/nodes/:id/conflicts/:cid/refuse`."""
 
     @describe_action(actions.REFUSE, refused=(404, 409), operation_id="conflicts_refuse", tag="identity")
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The node keeps its identity; the claimant stays refused."""
         node, conflict = _parse_ids(node_id, conflict_id)
-        claims.refuse_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        claims.refuse_conflict(conflict, node_id=node, actor=base.actor_of(request), now=clock.now())
         return Response({"message": actions.REFUSE.message})
 
 
 def _parse_ids(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
-    return require_node_id(node_id), parse_id(conflict_id, "conflict")
+    return base.require_node_id(node_id), parse_id(conflict_id, "conflict")

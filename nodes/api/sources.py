@@ -11,16 +11,7 @@ from localai_cluster.kit.errors import Conflict
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Shape, count, field
-from nodes.api.base import (
-    NODE_ID,
-    ModelRoute,
-    enum_schema,
-    integer_schema,
-    job_example,
-    query_parameter,
-    read_query,
-    text_schema,
-)
+from nodes.api import base
 from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
 from nodes.api.models import ModelName
 from nodes.definitions.files import MAX_FILE_BYTES
@@ -57,7 +48,7 @@ CATALOGUE = Shape(
     ],
 )
 _NODE_FIT = {
-    "node_id": NODE_ID,
+    "node_id": base.NODE_ID,
     "node_name": "gpu-a",
     "fits": True,
     "reason": "fits on gpu-a (needs 1.9 of 20.0 GiB)",
@@ -103,16 +94,16 @@ _ENTRY = {
     "jobID": "",
     "fits": True,
 }
-_SEARCH = text_schema(MAX_SEARCH_LENGTH)
+_SEARCH = base.text_schema(MAX_SEARCH_LENGTH)
 _CATALOGUE = [
-    query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
-    query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
-    query_parameter("licence", _SEARCH, "Only models of this licence."),
-    query_parameter("gallery", _SEARCH, "Only models of this gallery."),
-    query_parameter("size", integer_schema(1, MAX_SIZE), "Only models of at most so many bytes."),
-    query_parameter("fits", enum_schema(("true", "false")), "Only those that fit."),
-    query_parameter("page", integer_schema(1, FARTHEST, 1), "Which page."),
-    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Models on a page."),
+    base.query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
+    base.query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
+    base.query_parameter("licence", _SEARCH, "Only models of this licence."),
+    base.query_parameter("gallery", _SEARCH, "Only models of this gallery."),
+    base.query_parameter("size", base.integer_schema(1, MAX_SIZE), "Only models of at most so many bytes."),
+    base.query_parameter("fits", base.enum_schema(("true", "false")), "Only those that fit."),
+    base.query_parameter("page", base.integer_schema(1, FARTHEST, 1), "Which page."),
+    base.query_parameter("items", base.integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Models on a page."),
 ]
 
 
@@ -146,7 +137,7 @@ class ImportSerializer(InspectSerializer):
     load = Flag(required=False, help_text="Load the model when its files are there.")
 
 
-class _SourceView(ModelRoute):
+class _SourceView(base.ModelRoute):
     most_body_bytes = 4 * MAX_FILE_BYTES
 
 
@@ -184,7 +175,7 @@ class ImportView(_SourceView):
         refused=(400, 404, 409, 413, 502),
         body=ImportSerializer,
         sent={"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF", "variant": "Q4_K_M", "load": True},
-        shown=job_example("the import of Qwen2.5-1.5B-Instruct has begun", "/api/models/job")
+        shown=base.job_example("the import of Qwen2.5-1.5B-Instruct has begun", "/api/models/job")
         | {"model": "Qwen2.5-1.5B-Instruct", "deduplicated": False},
     )
     def post(self, request: Request) -> Response:
@@ -266,7 +257,7 @@ class CatalogueView(_SourceView):
 
 
 def _catalogue_query(request: Request) -> catalogue.Query:
-    query = read_query(request, _CATALOGUE)
+    query = base.read_query(request, _CATALOGUE)
     texts = {name: query[name].casefold() for name in ("term", "task", "licence", "gallery")}
     return catalogue.Query(
         **texts,

@@ -16,16 +16,8 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from operations import targets
+from operations.api import serializers as shapes
 from operations.api.jobs import find_operation
-from operations.api.serializers import (
-    STARTED,
-    CommandTexts,
-    DoneSerializer,
-    NodesSerializer,
-    OperationRoute,
-    requester_of,
-    started_body,
-)
 from operations.kinds import kind_of
 from operations.ledger import admission
 from operations.ledger.admission import OperationRequest, Outcome
@@ -33,10 +25,10 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 
 MAX_OPERATIONS = 2000
 MAX_REASONS = 20
-RETRY_TEXTS = CommandTexts("started again", "tried at once")
+RETRY_TEXTS = shapes.CommandTexts("started again", "tried at once")
 
 
-describe_verb = partial(describe, answer=DoneSerializer, refused=(400, 404, 409, 413))
+describe_verb = partial(describe, answer=shapes.DoneSerializer, refused=(400, 404, 409, 413))
 """Describes one verb in the API document."""
 
 
@@ -80,7 +72,7 @@ def retry_operation(
     return admission.require(outcome)
 
 
-class CancelView(OperationRoute):
+class CancelView(shapes.OperationRoute):
     """`/api/operations/:jobID/cancel`."""
 
     @describe_verb("operations_cancel", "Cancel an operation")
@@ -93,7 +85,7 @@ class CancelView(OperationRoute):
         return Response({"success": True, "message": cancellation_text(cancelled)})
 
 
-class CancelPartView(OperationRoute):
+class CancelPartView(shapes.OperationRoute):
     """`/api/operations/:jobID/nodes/:node_id/cancel`."""
 
     @describe_verb("operations_cancel_part", "Cancel an operation on one node")
@@ -108,7 +100,7 @@ class CancelPartView(OperationRoute):
         return Response({"success": True, "message": f"cancelled on {name}"})
 
 
-class PauseView(OperationRoute):
+class PauseView(shapes.OperationRoute):
     """`/api/operations/:jobID/pause`."""
 
     @describe_verb("operations_pause", "Pause an operation")
@@ -120,15 +112,17 @@ class PauseView(OperationRoute):
         )
 
 
-class RetryView(OperationRoute):
+class RetryView(shapes.OperationRoute):
     """`/api/operations/:jobID/retry`."""
 
-    @describe_verb("operations_retry", "Try an operation again", answer=STARTED, body=NodesSerializer)
+    @describe_verb(
+        "operations_retry", "Try an operation again", answer=shapes.STARTED, body=shapes.NodesSerializer
+    )
     def post(self, request: Request, job_id: str) -> Response:
         """Asks again for what failed, with the same request. What still waits is tried at once."""
-        operation, asked = find_operation(job_id), requester_of(request)
-        chosen = validate_body(NodesSerializer, request).get("nodes", ())
-        return Response(started_body(retry_operation(operation, chosen, asked), RETRY_TEXTS))
+        operation, asked = find_operation(job_id), shapes.requester_of(request)
+        chosen = validate_body(shapes.NodesSerializer, request).get("nodes", ())
+        return Response(shapes.started_body(retry_operation(operation, chosen, asked), RETRY_TEXTS))
 
 
 def _runs_by_targets(operation: Operation) -> bool:
@@ -245,7 +239,7 @@ _VERBS: Mapping[str, Callable[[Sequence[Operation], admission.Requester], Refusa
 }
 
 
-class BulkOperationsView(OperationRoute):
+class BulkOperationsView(shapes.OperationRoute):
     """`/api/operations/bulk`."""
 
     @describe(
@@ -257,7 +251,7 @@ class BulkOperationsView(OperationRoute):
     )
     def post(self, request: Request) -> Response:
         """Runs the verb on each operation and returns the counts. Repeating it does no harm."""
-        fields, by = validate_body(BulkOperationsSerializer, request), requester_of(request)
+        fields, by = validate_body(BulkOperationsSerializer, request), shapes.requester_of(request)
         if fields["verb"] == "dismiss":
             return Response(_dismiss(fields["ids"], by, fields.get("comment", "")))
         return Response(_run(fields["verb"], fields["ids"], by))
