@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -129,6 +129,13 @@ def format_table(columns: Columns, rows: Iterable[Any]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def list_rows(options: Options, columns: Columns, rows: Sequence[Any], none: str) -> str:
+    """Return the rows as JSON or as a table; `none` in place of an empty table."""
+    if options["json"]:
+        return as_json(rows)
+    return format_table(columns, rows) if rows else none
 
 
 def _cell(row: Any, column: str | Callable[[Any], Any]) -> str:

@@ -103,7 +103,7 @@ class Strict:
 
     def to_internal_value(self, data: Any) -> Any:
         """Return the value if it has the right JSON type."""
-        if not isinstance(data, self.accepts) or isinstance(data, bool):
+        if not isinstance(data, self.accepts) or (isinstance(data, bool) and self.accepts is not bool):
             raise serializers.ValidationError(self.complaint)
         return super().to_internal_value(data)  # type: ignore[misc]
 
@@ -144,12 +144,6 @@ class Flag(Strict, serializers.BooleanField):
 
     accepts = bool
     complaint = "must be true or false"
-
-    def to_internal_value(self, data: Any) -> bool:
-        """Return the value if it is a boolean."""
-        if not isinstance(data, bool):
-            raise serializers.ValidationError(self.complaint)
-        return data
 
 
 class NullIsAbsent(serializers.Serializer[Any]):

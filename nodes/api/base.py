@@ -133,6 +133,6 @@ REVISION = query_parameter(
 )
 
 
-def job_example(message: str, route: str = "/api/backends/job") -> dict[str, Any]:
+def job_example(message: str, route: str = "/api/backends/job", job: str = JOB_ID) -> dict[str, Any]:
     """Return an example of the body that `job_fields` builds for a new operation."""
-    return {"jobID": JOB_ID, "statusUrl": f"{route}/{JOB_ID}", "message": message}
+    return {"jobID": job, "statusUrl": f"{route}/{job}", "message": message}

@@ -39,14 +39,7 @@ from nodes.backends.backend_requests import (
     select_all_nodes,
 )
 from nodes.commands.outcomes import CommandFailed
-from operations.api.serializers import (
-    DEDUPLICATED,
-    JOB_FIELDS,
-    STARTED,
-    NodesSerializer,
-    requester_of,
-    started_body,
-)
+from operations.api import serializers as shapes
 from operations.ledger.admission import Admission
 from operations.models import Status
 
@@ -56,13 +49,13 @@ MAX_BACKENDS = 200
 
 describe_command = partial(
     describe,
-    answer=STARTED,
+    answer=shapes.STARTED,
     meaning="The operation is recorded and will be carried out.",
     refused=(400, 404, 409, 413),
 )
 
 
-class UpgradeSerializer(NodesSerializer):
+class UpgradeSerializer(shapes.NodesSerializer):
     """For which nodes, and whether in waves; without `waves` on all nodes at once."""
 
     waves = WaveOptionsSerializer(required=False)
@@ -79,13 +72,13 @@ def _force_flag(effect: str) -> Flag:
     return Flag(required=False, help_text=effect)
 
 
-class InstallEverywhereSerializer(NodesSerializer):
+class InstallEverywhereSerializer(shapes.NodesSerializer):
     """For which nodes, and whether files that are there are replaced."""
 
     force = _force_flag("Replace the files where it is installed: its engines stop, and their requests end.")
 
 
-class ExternalSerializer(node_backends.InstallSerializer, NodesSerializer):
+class ExternalSerializer(node_backends.InstallSerializer, shapes.NodesSerializer):
     """A backend to install from an address, and the nodes."""
 
     force = _force_flag("Stop engines of this name at once; without it, their requests may end first.")
@@ -146,9 +139,9 @@ def refuse_hardware_build(command: BackendRequest) -> None:
 def _start(
     request: Request, command: BackendRequest, fields: dict[str, Any], *, drains: bool = False
 ) -> Response:
-    by = replace(RequestScope((), requester_of(request)), drains=drains)
+    by = replace(RequestScope((), shapes.requester_of(request)), drains=drains)
     texts = node_backends.COMMAND_TEXTS[command.kind]
-    return Response(started_body(admit_command(by, command, fields), texts))
+    return Response(shapes.started_body(admit_command(by, command, fields), texts))
 
 
 class InstallEverywhereView(BackendRoute):
@@ -208,10 +201,12 @@ class UpgradeEverywhereView(BackendRoute):
 class DeleteEverywhereView(BackendRoute):
     """`/api/backends/delete/:id`."""
 
-    @describe_command("backends_delete", "Delete a backend where it is installed", body=NodesSerializer)
+    @describe_command(
+        "backends_delete", "Delete a backend where it is installed", body=shapes.NodesSerializer
+    )
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
-        fields = validate_body(NodesSerializer, request)
+        fields = validate_body(shapes.NodesSerializer, request)
         return _start(request, BackendRequest(DELETE, node_backends.backend_name_in(name)), fields)
 
 
@@ -229,7 +224,7 @@ CHANGE_OUTCOME = Shape(
         field("jobID", UUID, optional=True),
         field("statusUrl", TEXT, optional=True),
         field("message", TEXT, optional=True),
-        DEDUPLICATED,
+        shapes.DEDUPLICATED,
         field("error", TEXT, optional=True),
         field("field", TEXT, "The field of the request that is wrong.", optional=True),
         field("last_replicas", TEXTS, "Models to confirm in `last_replicas`.", optional=True),
@@ -247,7 +242,7 @@ _CHANGES = {"upgrade": UPGRADE, "reinstall": INSTALL, "delete": DELETE}
 """The kind of operation by verb."""
 
 
-class BackendChangeSerializer(node_backends.BackendSerializer, NodesSerializer):
+class BackendChangeSerializer(node_backends.BackendSerializer, shapes.NodesSerializer):
     """One backend, its nodes, and the models whose last replica an upgrade in waves may stop."""
 
     last_replicas = last_replicas_field()
@@ -293,7 +288,7 @@ class ChangesView(BackendRoute):
         All are checked first: if one is refused, none starts.
         """
         fields = validate_body(BackendChangesSerializer, request)
-        by, kind = RequestScope((), requester_of(request)), _CHANGES[fields["verb"]]
+        by, kind = RequestScope((), shapes.requester_of(request)), _CHANGES[fields["verb"]]
         scopes: list[tuple[BackendRequest, RequestScope]] = []
         checked: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
@@ -327,13 +322,13 @@ JOB_SCHEDULED = Shape(
         field("jobID", UUID, "The same."),
         field("status_url", TEXT, "A whole address."),
         field("message", TEXT),
-        DEDUPLICATED,
+        shapes.DEDUPLICATED,
     ],
 )
 BACKEND_REMOVED = Shape(
     "BackendRemoved",
     "Whether the backend is gone; `jobID` is the operation that removes it.",
-    [field("success", FLAG), *JOB_FIELDS],
+    [field("success", FLAG), *shapes.JOB_FIELDS],
 )
 
 
@@ -350,7 +345,7 @@ class ApplySerializer(NullIsAbsent):
 
 
 def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
-    admission = admit_command(RequestScope((), requester_of(request)), command, {})
+    admission = admit_command(RequestScope((), shapes.requester_of(request)), command, {})
     job = str(admission.operation.id)
     return Response(
         JOB_SCHEDULED.of(
@@ -424,7 +419,7 @@ class DeleteAndWaitView(BackendRoute):
         """
         command = BackendRequest(DELETE, node_backends.backend_name_in(name))
         operation = wait_for_end(
-            admit_command(RequestScope((), requester_of(request)), command, {}).operation, WAIT_FOR_END
+            admit_command(RequestScope((), shapes.requester_of(request)), command, {}).operation, WAIT_FOR_END
         )
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)

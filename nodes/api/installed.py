@@ -4,9 +4,6 @@ Both come from rows: no request waits for a worker or a gallery. A controller ru
 request for a check returns the stored result, and the live feed reports the end of the check.
 """
 
-from collections.abc import Iterable
-from typing import Any
-
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -104,8 +101,9 @@ _LIST_EXAMPLE = [
 ]
 
 
-def upgrades_by_backend(upgrades: Iterable[Upgrade]) -> dict[str, Row]:
-    return {upgrade.backend.name: _upgrade_row(upgrade) for upgrade in upgrades}
+def upgrades_by_backend() -> dict[str, Row]:
+    upgrades = upgrade_check.read_overview().upgrades
+    return {upgrade.backend.name: _upgrade_row(upgrade) for upgrade in upgrades.values()}
 
 
 def installed_rows(picture: upgrade_check.UpgradeOverview) -> list[Row]:
@@ -166,7 +164,7 @@ class UpgradesView(BackendRoute):
     @describe("backends_upgrades", "List available upgrades", mapping(UPGRADE.ref), shown=_UPGRADE_EXAMPLE)
     def get(self, request: Request) -> Response:
         """By backend, what the galleries offered at the last check compared with what is installed now."""
-        return Response(upgrades_by_backend(upgrade_check.read_overview().upgrades.values()))
+        return Response(upgrades_by_backend())
 
 
 class UpgradeCheckView(BackendRoute):
@@ -178,7 +176,7 @@ class UpgradeCheckView(BackendRoute):
 
         A request while a check waits is the same one. The list shows the outcome when the check has ended.
         """
-        upgrades: dict[str, Any] = upgrades_by_backend(upgrade_check.read_overview().upgrades.values())
+        upgrades = upgrades_by_backend()
         upgrade_state.request_check()
         return Response(upgrades)
 

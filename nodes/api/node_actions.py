@@ -16,7 +16,7 @@ from localai_cluster.kit import clock, names
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import View, describe, response_example
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
-from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, require_node_id
+from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, job_example, require_node_id
 from nodes.api.node_backends import ACCEPTED
 from nodes.api.worker_routes import parse_id
 from nodes.backends import node_stop
@@ -32,13 +32,6 @@ _OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
 _NODE_EXAMPLE = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
 _AGENT_EXAMPLE = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
 REASON_EXAMPLE = {"reason": "ticket 4711"}
-
-
-_STOP_EXAMPLE = {
-    "jobID": _OTHER_ID,
-    "statusUrl": f"/api/backends/job/{_OTHER_ID}",
-    "message": actions.STOP.message,
-}
 
 
 class NodeIds(Strict, serializers.UUIDField):
@@ -284,7 +277,7 @@ class StopView(NodeView):
         refused=(400, 404, 409, 413),
         body=ReasonSerializer,
         sent=REASON_EXAMPLE,
-        shown=_STOP_EXAMPLE,
+        shown=job_example(actions.STOP.message, job=_OTHER_ID),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Tells the worker to drain itself, to leave and to end. A repeated request joins the operation.

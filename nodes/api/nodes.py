@@ -268,7 +268,9 @@ class EventsView(base.NodeView):
             rows = rows.filter(kind=query["kind"])
         if query["cursor"]:
             rows = rows.filter(id__lt=query["cursor"])
-        return Response(_events_page(EVENT.rows(rows[: limit + 1]), limit))
+        events = EVENT.rows(rows[: limit + 1])
+        cursor = events[limit - 1]["id"] if len(events) > limit else None
+        return Response(EVENTS.of(events=events[:limit], next_cursor=cursor))
 
 
 def _known_node_id(id_text: str) -> UUID:
@@ -277,12 +279,6 @@ def _known_node_id(id_text: str) -> UUID:
     if not (BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()):
         raise errors.NotFound("node not found")
     return node
-
-
-def _events_page(rows: list[Row], limit: int) -> Row:
-    """Return a page of at most `limit` rows, with the cursor of older rows if there are any."""
-    shown = rows[:limit]
-    return EVENTS.of(events=shown, next_cursor=shown[-1]["id"] if len(rows) > limit else None)
 
 
 _CONFLICTS_A_PAGE = 100

@@ -90,8 +90,8 @@ class Command(VerbCommand):
         )
         removed.add_argument("--detach", action="store_true", help="do not wait for the end")
         disabled = "Disable a definition: no requests, and its replicas are unloaded."
-        add("disable", disable, disabled, _MODEL)
-        add("enable", enable, "Enable a definition.", _MODEL)
+        add("disable", switch, disabled, _MODEL)
+        add("enable", switch, "Enable a definition.", _MODEL)
         diff = ("--diff", {"action": "store_true", "help": "with what each has changed"})
         add("history", show_history, "List the revisions of a definition.", _MODEL, diff)
         revision = ("revision", {"type": int, "metavar": "REVISION"})
@@ -223,14 +223,10 @@ def remove(options: Options) -> str:
     return following.follow_unless_detached(options, job, name, {"jobID": str(job)})
 
 
-def disable(options: Options) -> str:
-    store.set_disabled(options["model"], True, now=clock.now())
-    return _saved_text(options, "disabled")
-
-
-def enable(options: Options) -> str:
-    store.set_disabled(options["model"], False, now=clock.now())
-    return _saved_text(options, "enabled")
+def switch(options: Options) -> str:
+    """Disable or enable the definition, as the verb says."""
+    store.set_disabled(options["model"], options["verb"] == "disable", now=clock.now())
+    return _saved_text(options, f"{options['verb']}d")
 
 
 def show_history(options: Options) -> str:

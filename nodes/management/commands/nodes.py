@@ -263,9 +263,7 @@ def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     query = {name: options[name] for name in filters if options[name] is not None}
     rows = node_rows.list_rows(listing.parse_node_query(QueryDict(urlencode(query, doseq=True))).nodes)
-    if options["json"]:
-        return command_line.as_json(rows)
-    return command_line.format_table(_LIST, rows) if rows else "no nodes"
+    return command_line.list_rows(options, _LIST, rows, "no nodes")
 
 
 def show(options: Options) -> str:
@@ -286,10 +284,7 @@ def list_conflicts(options: Options) -> str:
         rows = rows.filter(node=lookup.node(options["node"]))
     else:
         rows = rows.filter(state=NodeConflict.State.OPEN)
-    conflicts = CONFLICT.rows(rows)
-    if options["json"]:
-        return command_line.as_json(conflicts)
-    return command_line.format_table(_CLAIMS, conflicts) if conflicts else "no conflicts"
+    return command_line.list_rows(options, _CLAIMS, CONFLICT.rows(rows), "no conflicts")
 
 
 def approve(options: Options) -> str:
@@ -441,9 +436,7 @@ def make_join_token(options: Options) -> str:
 
 def list_join_tokens(options: Options) -> str:
     tokens = join.token_rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
-    if options["json"]:
-        return command_line.as_json(tokens)
-    return command_line.format_table(_TOKENS, tokens) if tokens else "no join tokens"
+    return command_line.list_rows(options, _TOKENS, tokens, "no join tokens")
 
 
 def revoke_join_token(options: Options) -> str:

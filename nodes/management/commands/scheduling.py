@@ -76,9 +76,7 @@ _LIST: Columns = {
 
 def list_rules(options: Options) -> str:
     rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
-    if options["json"]:
-        return command_line.as_json(rows)
-    return command_line.format_table(_LIST, rows) if rows else "no scheduling rules"
+    return command_line.list_rows(options, _LIST, rows, "no scheduling rules")
 
 
 def set_rule(options: Options) -> str:
