@@ -55,7 +55,7 @@ class FeaturesView(APIView):
         "List supported features",
         FeaturesSerializer,
         refused=(403,),
-        shown=FEATURES,
+        examples=[response_example(FEATURES)],
         tag="session",
     )
     def get(self, request: Request) -> Response:
