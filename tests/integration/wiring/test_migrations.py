@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -14,6 +15,7 @@ from psycopg.conninfo import conninfo_to_dict
 from localai_cluster import __version__
 from localai_cluster.management import schema_version
 from operations.changes.events import conninfo
+from tests.support import forking
 from tests.support.cluster import ROOT
 from tests.support.effort import swept
 from tests.support.ports import free_port
@@ -45,14 +47,11 @@ def migrated_by() -> Iterator[Callable[[str, set[tuple[str, str]]], str]]:
         link.execute("DROP DATABASE IF EXISTS other_version WITH (FORCE)")
 
 
-def complaint_of(command: str, url: str) -> str:
+def complaint_of(command: str, url: str, folder: Path) -> str:
     """The one line with which a command of `manage.py` ends on that database."""
     several = {"CLUSTER_WEB_PROCESSES": "2"}  # the parent ends with the first, and its line
     environment = {**os.environ, **several, "DATABASE_URL": url, "PORT": str(free_port())}
-    done = subprocess.run(
-        [sys.executable, "manage.py", command],
-        cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = forking.run_command(command, env=environment, cwd=ROOT, folder=folder)
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.splitlines()
     return line
@@ -60,13 +59,13 @@ def complaint_of(command: str, url: str) -> str:
 
 @pytest.mark.django_db(transaction=True)
 def test_nothing_starts_on_a_database_of_a_later_version(
-    migrated_by: Callable[[str, set[tuple[str, str]]], str],
+    migrated_by: Callable[[str, set[tuple[str, str]]], str], tmp_path: Path
 ) -> None:
     """Review X5: both versions and the way back, instead of "Failing row contains"."""
     later = ("nodes", "9999_of_a_later_version")
     url = migrated_by("7.0.0", {*schema_version.own_migrations(), later})
     for command in ("migrate", "serve", "controller", "qcluster"):
-        line = complaint_of(command, url)
+        line = complaint_of(command, url, tmp_path)
         assert "migrated by version 7.0.0 (nodes.9999_of_a_later_version)" in line
         assert f"this is version {__version__}, " in line
         assert "Start the later version again, or restore the backup" in line
@@ -74,12 +73,12 @@ def test_nothing_starts_on_a_database_of_a_later_version(
 
 @pytest.mark.django_db(transaction=True)
 def test_server_processes_do_not_start_before_the_migration(
-    migrated_by: Callable[[str, set[tuple[str, str]]], str],
+    migrated_by: Callable[[str, set[tuple[str, str]]], str], tmp_path: Path
 ) -> None:
     """Review X5: the other way round. `migrate` is what such a database needs."""
     migrations = schema_version.own_migrations()
     url = migrated_by("0.0.1", {*migrations} - {max(entry for entry in migrations if entry[0] == "nodes")})
-    line = complaint_of("controller", url)
+    line = complaint_of("controller", url, tmp_path)
     assert f"has not been migrated to version {__version__} (nodes." in line
     assert "last migrated by version 0.0.1" in line
     assert "run `manage.py migrate`" in line

@@ -22,7 +22,7 @@ from localai_cluster.kit import conf
 from nodes.models import NodeModel, WebProcess
 from operations.models import Operation
 from tests.conftest import eventually
-from tests.support import backends, hot
+from tests.support import backends, forking, hot
 from tests.support.environment import API_KEY
 from tests.support.ports import free_port
 
@@ -48,14 +48,9 @@ def serving(models: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
     (models / "echo.yaml").write_text("name: echo\nbackend: echo\nparameters: {model: echo}\n")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with (models / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "manage.py", "serve"],
-            cwd=ROOT,
-            env=environment(port, models),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    process = forking.Fork(
+        (*forking.MANAGE, "serve"), env=environment(port, models), cwd=ROOT, log=models / "log"
+    )
     try:
         eventually(
             lambda: WebProcess.objects.filter(pid=process.pid).exists(),

@@ -5,8 +5,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,39 +18,36 @@ from localai_cluster.kit import clock, processes
 from operations.changes.events import conninfo
 from tests.conftest import eventually
 from tests.support.cluster import ROOT
+from tests.support.forking import MANAGE, Fork
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., Fork]
 ALONE, IN_A_CONTROLLER = ("qcluster",), ("controller", "--tasks")
 EITHER = pytest.mark.parametrize("command", [ALONE, IN_A_CONTROLLER], ids=["alone", "in a controller"])
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a process on the database of the test; its output is the file `log` in its attributes."""
-    running: list[subprocess.Popen[str]] = []
+    """Start a process on the database of the test, and wait until it takes tasks."""
+    running: list[Fork] = []
     here = conninfo_to_dict(conninfo())
     url = f"postgresql://{here['user']}@/{here['dbname']}?host={here['host']}"
 
-    def start(*command: str) -> "subprocess.Popen[str]":
-        with (tmp_path / f"{len(running)}.log").open("w") as log:
-            child = subprocess.Popen(
-                [sys.executable, "manage.py", *command],
-                cwd=ROOT, env={**os.environ, "DATABASE_URL": url}, text=True,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+    def start(*command: str) -> Fork:
+        log = tmp_path / f"{len(running)}.log"
+        child = Fork((*MANAGE, *command), env={**os.environ, "DATABASE_URL": url}, cwd=ROOT, log=log)
         running.append(child)
         eventually(
-            lambda: "ready to run tasks" in Path(log.name).read_text() or child.poll() is not None,
+            lambda: "ready to run tasks" in log.read_text() or child.poll() is not None,
             seconds=60, what="it takes tasks",
         )  # fmt: skip
-        assert child.poll() is None, Path(log.name).read_text()
+        assert child.poll() is None, log.read_text()
         return child
 
     yield start
     for child in running:
-        processes.end_child(child, processes.group_of(child.pid, seconds=0))  # type: ignore[arg-type]
+        processes.end_child(child, processes.group_of(child.pid, seconds=0))
 
 
 def enqueue(name: str, code: str, **options: Any) -> None:
