@@ -302,7 +302,7 @@ def test_a_pass_with_work_costs_the_same_for_few_and_for_many(
         NodeModel.objects.create(node=gone, model_name="m", phase="serving", address="h:2")
         make_node(f"back{number}", heard=1, unhealthy_at=ago(5), inventory_at=ago(2))
         make_node(f"deaf{number}", heard=1, unhealthy_at=ago(5), inventory_due_at=ago(-99))
-    with django_assert_num_queries(28):
+    with django_assert_num_queries(26):
         assert run() == (count, 0)
     assert NodeEvent.objects.count() == 2 * count
 
@@ -330,7 +330,7 @@ def test_absent_nodes_are_read_and_marked_at_the_same_cost(
     assert late.hearing_since == ago(999)
     assert read_late_nodes([node.pk for node in fleet], [], web=LIMITS.web, now=NOW) == LateNodes([], None)
     halves = [node.pk for node in nodes[::2]], [node.pk for node in nodes[1::2]]
-    with django_assert_num_queries(13):
+    with django_assert_num_queries(11):
         _mark_absent([*halves[0], fresh.pk], [*halves[1], fresh.pk], doubt=5, gone=30, now=NOW)
     assert Counter(BackendNode.objects.values_list("status", flat=True)) == {
         "unhealthy": count // 2,

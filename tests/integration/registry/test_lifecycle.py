@@ -370,7 +370,7 @@ def test_ending_drains_costs_the_same_for_one_and_for_twelve(
         node = approved(f"n{number}", secret=f"{number:064x}")
         replica(node, in_flight=1)
         lifecycle.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
-    with django_assert_num_queries(12):
+    with django_assert_num_queries(11):
         assert lifecycle.finish_drains(now=later(2)) == count
     assert NodeModel.objects.count() == 0
 

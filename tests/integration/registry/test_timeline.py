@@ -243,7 +243,7 @@ def test_long_causes_are_cut_and_long_actors_too() -> None:
 
 def test_silence_of_many_is_told_for_each_at_a_constant_price(django_assert_num_queries: Any) -> None:
     ids = [approved(f"n{number}", secret=f"{number:064x}").pk for number in range(12)]
-    with django_assert_num_queries(7):
+    with django_assert_num_queries(6):
         gone = lifecycle.mark_silent(ids, limit=60, actor=actors.task("liveness"), now=later(99))
     assert gone == NodeEvent.objects.filter(kind="fell_silent").count() == 12
     assert set(BackendNode.objects.values_list("status", "revision")) == {("offline", 3)}
