@@ -57,8 +57,8 @@ from nodes.registry import lifecycle
 from nodes.replicas import drains
 from nodes.replicas.drains import UpgradeDrain
 from operations import targets
-from operations.executor.work import Batch, Recorder, in_thread
-from operations.ledger.progress import Tick
+from operations.executor.work import in_thread
+from operations.ledger.progress import Batch, Recorder, Tick
 from operations.models import ACTIVE, TERMINAL, Event, Operation, OperationTarget, Status
 
 POLL_SECONDS = 0.25
@@ -121,7 +121,7 @@ async def wait_until_drained(
         if message != last_message:
             last_message = message
             tick = Tick("draining", message, node_id=intent.node.id, node_name=intent.node.name)
-            recorder.add((intent.id, intent.fence), tick)
+            recorder.add((intent.id, intent.fence), [tick])
         await asyncio.sleep(LOAD_POLL_SECONDS if withdrawal.last_of else POLL_SECONDS)
 
 
@@ -266,7 +266,7 @@ class IntentQueue:
 
     def forget(self, attempt: Attempt) -> None:
         """Implement `Queue`."""
-        self._recorder.forget(attempt)
+        self._recorder.discard(attempt)
 
     def close(self) -> None:
         """Implement `Queue`."""
@@ -301,7 +301,7 @@ class IntentQueue:
             log.info("%s (%s): %s", intent, intent.id, settlement)
             # First: the settlement may open the next wave, which counts the nodes that serve these models.
             await _restore_replicas(intent, settlement)
-            await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
+            await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt) or []))
             measurement.outcome = _event(settlement)
         await apply_late_confirmation(intent, settlement)
 
@@ -345,7 +345,7 @@ class IntentQueue:
 
     async def _send(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
         def report(event: messages.ProgressEvent) -> None:
-            self._recorder.add((intent.id, intent.fence), node_commands.tick(intent.node, event))
+            self._recorder.add((intent.id, intent.fence), [node_commands.tick(intent.node, event)])
 
         if (put_back := await wait_until_drained(intent, self._recorder, self._load_elsewhere)) is not None:
             return put_back

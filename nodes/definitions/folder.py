@@ -100,7 +100,7 @@ class _Poll:
                 return None
             if self._call is None:
                 self._began_at = now
-                self._call = untrusted.in_daemon_thread(self._run, now, self._changes)
+                self._call = untrusted.start_daemon_thread(self._run, now, self._changes)
             return self._call
 
     async def request_call(self, interval: float) -> None:
@@ -134,10 +134,11 @@ class _Poll:
             call = None if self._changes_read >= changes else self.begin(0.0)
         return True
 
-    def _run(self, began_at: float, changes: int) -> None:
+    def _run(self, call: "Future[None]", began_at: float, changes: int) -> None:
         self._read()
         with self._lock:
             self._read_at, self._changes_read, self._call = began_at, changes, None
+        call.set_result(None)
 
 
 class Folder:

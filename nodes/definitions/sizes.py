@@ -251,7 +251,7 @@ class Sizes:
         with self._lock:
             measurement = self._running.get(definition.name)
             if measurement is None:
-                measurement = untrusted.in_daemon_thread(self._measure_files, definition)
+                measurement = untrusted.start_daemon_thread(self._measure, definition)
                 self._running[definition.name] = measurement
         if await untrusted.wait_until_done(measurement, timeout=self._limit):
             return measurement.result()
@@ -262,17 +262,17 @@ class Sizes:
         )
         return ModelFiles()
 
-    def _measure_files(self, definition: Definition) -> ModelFiles:
+    def _measure(self, measurement: "Future[ModelFiles]", definition: Definition) -> None:
+        files = ModelFiles()
         try:
-            return measure(self._folder, definition)
+            files = measure(self._folder, definition)
         except Exception:
             logger.exception(
                 "The files of %s cannot be measured; its need counts as unknown", definition.name
             )
-            return ModelFiles()
-        finally:
-            with self._lock:
-                del self._running[definition.name]
+        with self._lock:
+            del self._running[definition.name]
+        measurement.set_result(files)
 
 
 _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)

@@ -35,8 +35,8 @@ from nodes.downloads.partial_files import (
 )
 from nodes.loading.source_files import (
     FileChanged,
+    FileHasher,
     LocalFile,
-    hash_of,
     in_staging_thread,
     stamp_of,
     store_hash,
@@ -163,12 +163,14 @@ class Download:
             if not hashes or size != (self._file.size or await self._size_at_source()):
                 return None
         local = LocalFile(self._file.path, path, size)
-        sha256, _ = await hash_of(local, self._count_read)
-        if sha256 not in hashes:
+        hasher = FileHasher(local)
+        async for count in hasher.read():
+            self._count_read(count)
+        if hasher.sha256 not in hashes:
             return None
         self._meter.set_size(self._file.path, size)
         self._meter.finish_file(self._file.path)
-        return DownloadedFile(self._file, size, sha256)
+        return DownloadedFile(self._file, size, hasher.sha256)
 
     async def _size_at_source(self) -> int:
         async with self._opener.open(self._file, 0, 1) as body:

@@ -20,7 +20,7 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -400,28 +400,35 @@ _MAX_PATH_LENGTH = 1024
 """Bytes of a path; the hash of a file with a longer path is not stored."""
 
 
-async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, str]:
-    """Return the file's hash and its stamp; call `moved` with each number of bytes read.
+class FileHasher:
+    """Finds or computes the hash of a file; after `read` has ended, `sha256` and `stamp` are set."""
 
-    Raises FileChanged for a file that changes meanwhile or does not have the planned size, and OSError.
-    """
-    status = await in_staging_thread(file.path.stat)
-    stamp = stamp_of(status)
-    if status.st_size != file.size:
-        raise FileChanged(f"{file.relative} was changed meanwhile")
-    stored = await in_thread(_stored_hash, file.relative, stamp, clock.now() - RETENTION)
-    if stored is not None:
-        return stored, stamp
-    began, source, digest = clock.now(), OpenedFile(file, stamp), hashlib.sha256()
-    try:
-        while piece := await source.read(CHUNK, digest):
-            moved(len(piece))
-    finally:
-        source.close()
-    settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER
-    if settled and len(file.relative.encode()) <= _MAX_PATH_LENGTH:
-        await in_thread(store_hash, file.relative, stamp, digest.hexdigest(), clock.now())
-    return digest.hexdigest(), stamp
+    def __init__(self, file: LocalFile) -> None:
+        self._file, self.sha256, self.stamp = file, "", ""
+
+    async def read(self) -> AsyncIterator[int]:
+        """Read the file unless its hash is stored; yield the size of each piece.
+
+        Raises FileChanged for a file that changes meanwhile or does not have the planned size, and OSError.
+        """
+        file, status = self._file, await in_staging_thread(self._file.path.stat)
+        self.stamp = stamp_of(status)
+        if status.st_size != file.size:
+            raise FileChanged(f"{file.relative} was changed meanwhile")
+        stored = await in_thread(_stored_hash, file.relative, self.stamp, clock.now() - RETENTION)
+        if stored is not None:
+            self.sha256 = stored
+            return
+        began, source, digest = clock.now(), OpenedFile(file, self.stamp), hashlib.sha256()
+        try:
+            while piece := await source.read(CHUNK, digest):
+                yield len(piece)
+        finally:
+            source.close()
+        self.sha256 = digest.hexdigest()
+        settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER
+        if settled and len(file.relative.encode()) <= _MAX_PATH_LENGTH:
+            await in_thread(store_hash, file.relative, self.stamp, self.sha256, clock.now())
 
 
 def _stored_hash(path: str, stamp: str, since: datetime) -> str | None:

@@ -23,7 +23,7 @@ import httpx
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.quantities import human_bytes
 from nodes.loading import worker_fetch
-from nodes.loading.source_files import CHUNK, LocalFile, OpenedFile, hash_of, path_of
+from nodes.loading.source_files import CHUNK, FileHasher, LocalFile, OpenedFile, path_of
 from nodes.loading.worker_fetch import FileSource
 from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
@@ -354,7 +354,11 @@ class Transfer:
         """Return the file's hash and its stamp; for a file at its source the recorded hash and ""."""
         if self.file.record is not None:
             return self.file.record.sha256, ""
-        return await hash_of(self.file, self._record_read)
+        hasher = FileHasher(self.file)
+        async for count in hasher.read():
+            self._meter.add_read(self.file.relative, count)
+            self._record_progress()
+        return hasher.sha256, hasher.stamp
 
     @contextlib.asynccontextmanager
     async def _stall_limit(self) -> AsyncIterator[None]:
@@ -457,10 +461,6 @@ class Transfer:
     def _without_token(self, text: str) -> str:
         token = self._client.headers.get("Authorization", "").removeprefix("Bearer ")
         return text.replace(token, "…") if token else text
-
-    def _record_read(self, count: int) -> None:
-        self._meter.add_read(self.file.relative, count)
-        self._record_progress()
 
     def _record_progress(self) -> None:
         """Restart the stall limit, because the transfer has advanced."""

@@ -34,8 +34,9 @@ from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.metrics import controller as metrics
-from operations.executor.work import Abandoned, Handler, Postpone, Recorder, Work, in_thread, write_batch
+from operations.executor.work import Abandoned, Handler, Postpone, Work, in_thread, write_batch
 from operations.ledger import attempts
+from operations.ledger.progress import Recorder
 from operations.models import Event, Operation
 from operations.reconcilers import tasks
 
@@ -345,7 +346,7 @@ class OperationQueue:
 
     def forget(self, attempt: Attempt) -> None:
         """See `Queue`."""
-        self._recorder.forget(attempt)
+        self._recorder.discard(attempt)
 
     def close(self) -> None:
         """See `Queue`."""
@@ -394,7 +395,7 @@ class OperationQueue:
             event,
             said.get("error") or said.get("message") or "",
         )
-        ticks = await self._recorder.take(work.attempt)
+        ticks = await self._recorder.take(work.attempt) or []
         await in_thread(attempts.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **said)
         return event
 
@@ -407,7 +408,7 @@ class OperationQueue:
             pause.reason,
             pause.seconds,
         )
-        ticks, now = await self._recorder.take(work.attempt), clock.now()
+        ticks, now = await self._recorder.take(work.attempt) or [], clock.now()
         event = Event.WAIT if pause.waiting else Event.POSTPONE
         await in_thread(
             attempts.put_back,

@@ -2,21 +2,30 @@
 
 `record` writes the reports of any number of attempts in one transaction, with a constant number of
 statements, and takes one range of the change counter. If an attempt has lost its operation, its report
-changes nothing and `record` returns the attempt; all other reports are written.
+changes nothing and `record` returns the attempt; all other reports are written. A `Recorder` collects the
+reports of an executor for `record`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Self
 from uuid import UUID
 
+from django.db import Error as DatabaseError
+from django.db import InterfaceError, OperationalError
+
+from localai_cluster.kit.batching import Batcher
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, update_rows
 from localai_cluster.kit.locks import limit_lock_wait
 from operations import targets
 from operations.changes.events import emit
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
+
+log = logging.getLogger(__name__)
 
 REPORT_COLUMNS = [
     "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
@@ -148,3 +157,73 @@ def apply_to_target(part: OperationTarget, tick: Tick, now: datetime) -> None:
     reached = part.current_bytes if part.file_name == file_name else 0
     part.file_name, part.current_bytes = file_name, max(tick.current_bytes, reached)
     part.total_bytes = tick.total_bytes
+
+
+BATCH_INTERVAL = 0.1
+"""Minimum seconds between the starts of two batches. The interval is twice the duration of the last batch."""
+SLOW_BATCH_INTERVAL = 0.2
+"""Seconds between the starts of two batches if the last batch took longer than half of it."""
+WRITE_TIMEOUT = 5.0
+_UNREACHABLE = (OperationalError, InterfaceError, TimeoutError)
+
+Batch = Mapping[Attempt, Collection[Tick]]
+
+
+class Recorder(Batcher[Attempt, list[Tick]]):
+    """Buffers the progress reports of running attempts and writes them in batches, one recorder per executor.
+
+    It keeps the latest report of each target, and writes at once if no write is running. It starts at most
+    ten batches a second, five if they are slow, because outcomes and leases need the same rows. A batch that
+    cannot be written is retried, merged with newer reports. A crash loses unwritten reports, never an
+    outcome, with which the unwritten reports of its attempt are written (`take`). `write` returns the
+    attempts that have lost their operation.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Batch], Awaitable[set[Attempt]]],
+        lost: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> None:
+        self._write_reports, self._lost = write, lost
+        super().__init__(
+            self._write_or_split,
+            merge=_merge,
+            interval=(BATCH_INTERVAL, SLOW_BATCH_INTERVAL),
+            retry_on=_UNREACHABLE,
+        )
+
+    async def _write_or_split(self, batch: Mapping[Attempt, list[Tick]]) -> Mapping[Attempt, list[Tick]]:
+        """Write a batch; if a report is refused, write the reports of each attempt separately.
+
+        So a refused report blocks no other. Return the reports to write again.
+        """
+        left = {}
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT):
+                for attempt in await self._write_reports(batch):
+                    self._lost(attempt)
+        except _UNREACHABLE:
+            raise
+        except DatabaseError as refusal:
+            if len(batch) == 1:
+                log.warning("a report of operation %s cannot be written: %s", next(iter(batch))[0], refusal)
+                return {}
+            for attempt, ticks in batch.items():
+                try:
+                    await self._write_or_split({attempt: ticks})
+                except _UNREACHABLE:
+                    left[attempt] = ticks
+        return left
+
+
+def _merge(earlier_ticks: list[Tick], later_ticks: list[Tick]) -> list[Tick]:
+    """Merge the reports of one attempt, in order, to at most two per node.
+
+    A report without bytes does not replace the figures of the last report with bytes; it follows that report.
+    """
+    merged: dict[tuple[UUID | None, bool], Tick] = {}
+    for tick in (*earlier_ticks, *later_ticks):
+        key = (tick.node_id, tick.total_bytes > 0)
+        earlier = merged.pop(key, None)
+        merged[key] = tick.after(earlier) if earlier else tick
+    return list(merged.values())

@@ -133,7 +133,8 @@ async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> No
 
 async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """Write the latest reports of all targets together through the recorder: the current way."""
-    from operations.executor.work import Batch, Recorder, write_batch
+    from operations.executor.work import write_batch
+    from operations.ledger.progress import Batch, Recorder
 
     async def write(batch: Batch) -> Any:
         lost = await write_batch(batch)
@@ -145,7 +146,7 @@ async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> Non
 
     async def tell(operation: Any, tick: Any) -> None:
         run.taken += 1
-        recorder.add((operation.id, operation.fence), tick)
+        recorder.add((operation.id, operation.fence), [tick])
 
     await report(parts, seconds, tell)
     recorder.close()

@@ -18,9 +18,10 @@ from nodes.loading import load, load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas.stops import Stopper
-from operations.executor.work import Recorder, WakeUps, Work, in_thread, write_batch
+from operations.executor.work import WakeUps, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from tests.support import backends, hot
 from tests.support.bus import PlayedBus
 

@@ -40,7 +40,8 @@ from nodes.reconcilers import state_pass
 from nodes.replicas import slots, stops, unload_requests
 from operations.changes import events
 from operations.executor import work as executor_work
-from operations.executor.work import Recorder, write_batch
+from operations.executor.work import write_batch
+from operations.ledger.progress import Recorder
 from tests.support.loading import EngineClient
 
 MAX_DELAYED = timedelta(seconds=57)
@@ -454,7 +455,7 @@ class SilentRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__(write_batch)
 
-    def add(self, attempt: Any, tick: Any) -> None:
+    def add(self, key: Any, value: Any) -> None:
         """Discard the report."""
 
 

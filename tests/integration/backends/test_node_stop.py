@@ -19,9 +19,10 @@ from nodes.commands import commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode, NodeEvent, NodeType
 from nodes.registry import lifecycle
-from operations.executor.work import Postpone, Recorder, Work, write_batch
+from operations.executor.work import Postpone, Work, write_batch
 from operations.ledger import attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
 from tests.support.bus import PlayedBus

@@ -43,9 +43,10 @@ from nodes.placement.choose import NO_NEED, Need
 from nodes.placement.explain import DecisionOutcome
 from nodes.reconcilers import tasks
 from nodes.replicas import slots
-from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
+from operations.executor.work import Abandoned, Postpone, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from operations.models import Operation
 from tests.support import api, gguf_files, hot
 from tests.support.bus import PlayedBus

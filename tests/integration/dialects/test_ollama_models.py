@@ -19,8 +19,9 @@ from nodes.definitions import store
 from nodes.gateway import gateway
 from nodes.loading.definition_removal import RemoveDefinition
 from nodes.models import ModelDefinition
-from operations.executor.work import Recorder, Work, write_batch
+from operations.executor.work import Work, write_batch
 from operations.ledger import attempts
+from operations.ledger.progress import Recorder
 from operations.models import Event, Operation
 from tests.support import hot
 from tests.support.answering import DEFINITION, definitions, play, reply

@@ -27,9 +27,10 @@ from nodes.loading.source_files import plan_files
 from nodes.models import ModelDefinition
 from nodes.sources import probing
 from nodes.sources.plans import ImportPlan, SourceFile
-from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
+from operations.executor.work import Postpone, Work, in_thread, write_batch
 from operations.ledger import attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from operations.models import Event
 from tests.support import hub
 from tests.support.sources import LFS_POINTER, Source, WebOpener, sha256_of, started

@@ -22,9 +22,10 @@ from nodes.loading.files_in_use import paths_of_active_imports
 from nodes.models import DefinitionRevision, ModelDefinition
 from nodes.sources.plans import ImportPlan, SourceFile
 from operations.api.verbs import cancel_operation
-from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from operations.models import Event, Operation, Status
 from tests.conftest import BUSY
 from tests.support.sources import Refusal, Source, WebOpener, sha256_of, started
@@ -97,7 +98,7 @@ class Controller:
         """Run one attempt. As in the product, reports that were not written yet are taken in the end."""
         work = await self.claim()
         result = await self.handler(work)
-        self.ticks += await work.recorder.take(work.attempt)
+        self.ticks += await work.recorder.take(work.attempt) or []
         return result
 
 

@@ -25,9 +25,10 @@ from nodes.loading.files_in_use import FilesInUse, read_files_in_use
 from nodes.models import BackendNode, BroughtModel
 from nodes.reconcilers import tasks
 from nodes.sources.plans import ImportPlan, SourceFile
-from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger import attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from operations.models import Operation
 from tests.support import api
 

@@ -19,9 +19,10 @@ from nodes.loading import definition_removal, file_removal
 from nodes.loading.definition_removal import RemovalRequest, RemoveDefinition
 from nodes.models import ModelDefinition, NodeModel
 from nodes.replicas import unload_requests
-from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
+from operations.executor.work import Postpone, Work, in_thread, write_batch
 from operations.ledger import attempts
 from operations.ledger.admission import Admission, Requester
+from operations.ledger.progress import Recorder
 from operations.models import Operation, Status
 from tests.support import hot
 from tests.support.bus import PlayedBus

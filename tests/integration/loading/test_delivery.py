@@ -27,10 +27,10 @@ from nodes.placement import memory
 from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
 from nodes.replicas import slots, unload_requests
-from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
+from operations.executor.work import Postpone, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
-from operations.ledger.progress import Tick, record
+from operations.ledger.progress import Recorder, Tick, record
 from operations.models import Event, Operation
 from tests.conftest import eventually
 from tests.integration.loading.test_load_steps import told

@@ -24,9 +24,10 @@ from nodes.placement.explain import FleetView
 from nodes.registry import overrides
 from nodes.replicas import slots
 from nodes.replicas.slots import NoSlot, Slot
-from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
+from operations.executor.work import Postpone, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from tests.integration.loading.test_delivery import worker
 from tests.integration.loading.test_load_steps import told
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage

@@ -32,9 +32,10 @@ from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
 from nodes.replicas import fleet_queries, slots, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
-from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
+from operations.executor.work import Abandoned, Postpone, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, Requester, admit
+from operations.ledger.progress import Recorder
 from operations.models import Event, Operation
 from tests.support import hot
 from tests.support.bus import PlayedBus

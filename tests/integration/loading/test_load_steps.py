@@ -23,8 +23,8 @@ from nodes.loading import load
 from nodes.loading.load_attempts import refusals
 from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
-from operations.executor.work import Postpone, Recorder, Work, in_thread
-from operations.ledger.progress import Tick
+from operations.executor.work import Postpone, Work, in_thread
+from operations.ledger.progress import Recorder, Tick
 from tests.support import hot
 from tests.support.loading import BACKEND, ROOM, STARTED, Stage, loads, stage
 
@@ -66,9 +66,9 @@ class Steps(Recorder):
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def add(self, attempt: tuple[UUID, int], tick: Tick) -> None:
+    def add(self, key: tuple[UUID, int], value: list[Tick]) -> None:
         """Kept here only."""
-        self.said.append(tick.phase)
+        self.said += [tick.phase for tick in value]
 
 
 @pytest.mark.rule("R2.26", "R2.29", "R2.46", "R2.50", "T-ROU-2")

@@ -24,8 +24,9 @@ from nodes.models import BackendNode, NodeModel
 from nodes.replicas import engines, slots
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
-from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread, write_batch
+from operations.executor.work import Abandoned, Postpone, Work, in_thread, write_batch
 from operations.ledger import attempts
+from operations.ledger.progress import Recorder
 from operations.models import Operation
 from tests.conftest import eventually
 from tests.support import hot

@@ -363,9 +363,9 @@ async def test_a_load_reports_what_was_sent_instead(
     recorder = stage.work.recorder
     add: Callable[..., None] = recorder.add
 
-    def kept(attempt: Any, tick: Tick) -> None:
-        messages.append(tick.message)
-        add(attempt, tick)
+    def kept(attempt: Any, ticks: list[Tick]) -> None:
+        messages.extend(tick.message for tick in ticks)
+        add(attempt, ticks)
 
     monkeypatch.setattr(recorder, "add", kept)
     result = await stage.handler(stage.work)

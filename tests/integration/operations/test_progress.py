@@ -17,10 +17,10 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import events, feed
 from operations.executor.executor import Executor, LeaseKeeper, OperationQueue
-from operations.executor.work import BATCH_INTERVAL, Work, in_thread
+from operations.executor.work import Work, in_thread
 from operations.ledger import admission, attempts, progress
 from operations.ledger.admission import Requester
-from operations.ledger.progress import Tick, record
+from operations.ledger.progress import BATCH_INTERVAL, Tick, record
 from operations.models import Event, Operation, OperationTarget, Status
 from tests.integration.operations.test_executor import executor, row, until
 

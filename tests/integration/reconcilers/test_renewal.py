@@ -31,8 +31,9 @@ from nodes.replicas import eviction, fleet_queries, slots, terminations, unload_
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from operations.executor.work import Postpone, Recorder, WakeUps, Work, write_batch
+from operations.executor.work import Postpone, WakeUps, Work, write_batch
 from operations.ledger import attempts
+from operations.ledger.progress import Recorder
 from operations.models import Event, Operation
 from tests.support import api, hot
 from tests.support.bus import PlayedBus

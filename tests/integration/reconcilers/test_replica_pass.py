@@ -32,8 +32,9 @@ from nodes.scheduling import passes, store
 from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision, Unsatisfiable
-from operations.executor.work import Recorder, Work, write_batch
+from operations.executor.work import Work, write_batch
 from operations.ledger import admission, attempts
+from operations.ledger.progress import Recorder
 from operations.models import Operation, Status
 from tests.support import api, hot
 from tests.support.bus import PlayedBus

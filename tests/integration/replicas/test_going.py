@@ -47,9 +47,10 @@ from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from operations.executor.work import Recorder, Work, in_thread, write_batch
+from operations.executor.work import Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from operations.models import Operation
 from tests.integration.loading.test_evicting import GB, old, placed, read_node
 from tests.support import backends, hot

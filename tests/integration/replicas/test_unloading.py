@@ -26,9 +26,10 @@ from nodes.replicas import drains, unload_requests
 from nodes.replicas.engines import SERVING_COLUMNS
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
-from operations.executor.work import Recorder, Work, in_thread, write_batch
+from operations.executor.work import Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Recorder
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus

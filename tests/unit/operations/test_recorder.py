@@ -10,8 +10,7 @@ from django.db import DataError, OperationalError
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import Attempt
-from operations.executor.work import BATCH_INTERVAL, Batch, Recorder
-from operations.ledger.progress import Tick
+from operations.ledger.progress import BATCH_INTERVAL, Batch, Recorder, Tick
 
 ONE: Attempt = (UUID(int=1), 1)
 TWO: Attempt = (UUID(int=2), 1)
@@ -53,13 +52,13 @@ async def test_the_first_report_is_written_at_once_and_what_comes_meanwhile_toge
     writer = Writer()
     recorder = Recorder(writer)
     writer.open.clear()
-    recorder.add(ONE, Tick("resolving"))
+    recorder.add(ONE, [Tick("resolving")])
     assert await writer.began(1)
     node = uuid4()
     for percentage in range(100):
-        recorder.add(ONE, Tick("downloading", percentage=percentage))
-        recorder.add(TWO, Tick("downloading", percentage=percentage, node_id=node))
-        recorder.add(TWO, Tick("downloading", percentage=percentage / 2))
+        recorder.add(ONE, [Tick("downloading", percentage=percentage)])
+        recorder.add(TWO, [Tick("downloading", percentage=percentage, node_id=node)])
+        recorder.add(TWO, [Tick("downloading", percentage=percentage / 2)])
     writer.open.set()
     assert await writer.wrote(2)
     first, second = writer.batches
@@ -77,7 +76,7 @@ async def test_at_most_ten_batches_a_second_begin() -> None:
     recorder = Recorder(writer)
 
     async def six_batches() -> bool:
-        recorder.add(ONE, Tick("downloading"))
+        recorder.add(ONE, [Tick("downloading")])
         return len(writer.batches) >= 6
 
     assert await clock.wait_until(six_batches, timeout=60)
@@ -91,14 +90,14 @@ async def test_what_cannot_be_written_now_is_kept_under_what_came_since() -> Non
 
     def answer(batch: Batch) -> set[Attempt]:
         if outage:
-            recorder.add(ONE, Tick("unpacking", percentage=10))
+            recorder.add(ONE, [Tick("unpacking", percentage=10)])
             raise outage.pop()
         return set()
 
     writer = Writer(answer)
     recorder = Recorder(writer)
-    recorder.add(ONE, Tick("downloading", percentage=50))
-    recorder.add(TWO, Tick("downloading", percentage=70))
+    recorder.add(ONE, [Tick("downloading", percentage=50)])
+    recorder.add(TWO, [Tick("downloading", percentage=70)])
     assert await writer.wrote(1)
     assert writer.batches == [
         {ONE: [Tick("unpacking", percentage=50)], TWO: [Tick("downloading", percentage=70)]}
@@ -115,11 +114,11 @@ async def test_a_report_that_the_database_refuses_does_not_hold_up_the_others() 
 
     writer = Writer(answer)
     recorder = Recorder(writer)
-    recorder.add(ONE, Tick("downloading", percentage=1))
-    recorder.add(TWO, Tick("downloading", percentage=2))
+    recorder.add(ONE, [Tick("downloading", percentage=1)])
+    recorder.add(TWO, [Tick("downloading", percentage=2)])
     assert await writer.wrote(1)
     assert writer.batches == [{TWO: [Tick("downloading", percentage=2)]}]
-    assert await recorder.take(ONE) == []
+    assert await recorder.take(ONE) is None
 
 
 @pytest.mark.rule("I3")
@@ -128,8 +127,8 @@ async def test_an_attempt_that_lost_its_operation_is_named() -> None:
     lost: list[Attempt] = []
     writer = Writer(lambda batch: {ONE})
     recorder = Recorder(writer, lost.append)
-    recorder.add(ONE, Tick("downloading"))
-    recorder.add(TWO, Tick("downloading"))
+    recorder.add(ONE, [Tick("downloading")])
+    recorder.add(TWO, [Tick("downloading")])
     assert await writer.wrote(1)
     await recorder.take(TWO)
     assert lost == [ONE]
@@ -140,10 +139,10 @@ async def test_an_outcome_waits_for_the_batch_with_its_own_reports_only() -> Non
     writer = Writer()
     recorder = Recorder(writer)
     writer.open.clear()
-    recorder.add(ONE, Tick("downloading", percentage=1))
+    recorder.add(ONE, [Tick("downloading", percentage=1)])
     assert await writer.began(1)
-    recorder.add(ONE, Tick("downloading", percentage=2))
-    recorder.add(TWO, Tick("downloading", percentage=3))
+    recorder.add(ONE, [Tick("downloading", percentage=2)])
+    recorder.add(TWO, [Tick("downloading", percentage=3)])
     assert await recorder.take(TWO) == [Tick("downloading", percentage=3)]
     outcome = asyncio.create_task(recorder.take(ONE))
     await asyncio.wait({outcome}, timeout=0)
@@ -175,9 +174,9 @@ async def test_the_final_bytes_are_written_although_the_next_step_reports_none()
     """A load whose last file has arrived starts its engine at once; both reports are in one batch."""
     sent, starts = Tick("staging", "x", 90, 90, 90, "f", total_files=2), Tick("loading", "y", percentage=95)
     recorder = Recorder(Writer())
-    recorder.add(ONE, replace(sent, current_bytes=40, percentage=40))
-    recorder.add(ONE, sent)
-    recorder.add(ONE, starts)
+    recorder.add(ONE, [replace(sent, current_bytes=40, percentage=40)])
+    recorder.add(ONE, [sent])
+    recorder.add(ONE, [starts])
     assert await recorder.take(ONE) == [sent, starts]
 
 
@@ -188,12 +187,12 @@ async def test_reports_that_could_not_be_written_come_before_newer_ones() -> Non
 
     def answer(batch: Batch) -> set[Attempt]:
         if outage:
-            recorder.add(ONE, starts)
+            recorder.add(ONE, [starts])
             raise outage.pop()
         return set()
 
     writer = Writer(answer)
     recorder = Recorder(writer)
-    recorder.add(ONE, sent)
+    recorder.add(ONE, [sent])
     assert await writer.wrote(1)
     assert writer.batches == [{ONE: [sent, starts]}]
