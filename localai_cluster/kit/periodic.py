@@ -15,7 +15,7 @@ from django_q.models import OrmQ, Schedule
 from django_q.scheduler import scheduler
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.transactions import Lock, try_lock
 
 SILENT_AFTER = 30.0
 """Seconds after which a waiting task means that no process runs tasks."""

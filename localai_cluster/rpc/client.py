@@ -8,14 +8,16 @@ one coroutine and no set-up: the channel, its methods and the metadata are creat
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf import json_format
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import parse
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost, Refused, translate
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from localai_cluster.rpc.messages import (
@@ -372,3 +374,15 @@ class ClientPool:
         clients = list(self._clients.values())
         self._clients.clear()
         await asyncio.gather(*(client.close() for client in clients))
+
+
+def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
+    """Return load options from a mapping with the field names of `ModelOptions`.
+
+    An example is `{"Model": …, "Embeddings": True}`. Raise InvalidInput for an unknown name or a value of the
+    wrong type.
+    """
+    try:
+        return json_format.ParseDict(dict(mapping), ModelOptions())
+    except json_format.ParseError as error:
+        raise InvalidInput(f"Not a valid load option: {error}", field="options") from error

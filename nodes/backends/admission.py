@@ -18,9 +18,8 @@ from django.db import IntegrityError, connection
 
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import as_array, insert_rows, update_rows
-from localai_cluster.kit.locks import lock_name
+from localai_cluster.kit.transactions import committed, lock_name
 from nodes.backends import intents, node_commands, wait_reasons, wave_requests, waves
 from nodes.backends.backend_requests import (
     DELETE,

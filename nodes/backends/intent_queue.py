@@ -27,10 +27,10 @@ from django.db import InterfaceError, OperationalError
 from localai_cluster.accounts.actors import CONTROLLER
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.batching import CallBatcher
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.kit.quantities import counted
+from localai_cluster.kit.transactions import committed
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics

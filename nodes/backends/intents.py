@@ -24,9 +24,8 @@ from django.db.models import Count
 from django.db.models.functions import Lower
 
 from localai_cluster.kit import backoff, conf, leases
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost, update_rows
-from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.transactions import Lock, committed, try_lock
 from nodes.backends import waves
 from nodes.models import BackendNode, NodeBackend, NodeStatus, PendingBackendOp
 from nodes.models.inventory import PendingBackendOpQuerySet

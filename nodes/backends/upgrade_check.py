@@ -29,9 +29,9 @@ from django.db import transaction
 
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.kit.locks import lock_name
 from localai_cluster.kit.names import to_single_line
 from localai_cluster.kit.periodic_task import PeriodicTask
+from localai_cluster.kit.transactions import lock_name
 from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, RegistryError, default_config
 from localai_cluster.registries.client import Registries

@@ -8,8 +8,8 @@ from django.db.models import Count
 
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
+from localai_cluster.kit.transactions import committed
 from nodes.backends import intents, waves
 from nodes.backends.waves import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp

@@ -20,8 +20,8 @@ from uuid import UUID, uuid4
 
 from django.db import connection
 
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
+from localai_cluster.kit.transactions import committed
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes import events

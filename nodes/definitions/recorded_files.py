@@ -1,8 +1,9 @@
 """The files that an import has recorded for a stored definition: address, size and hash of each.
 
-A recorded file that is not in the models folder is at its source: under the policy `worker` an import leaves
-it there. The record contains its size, its hash and the figures of its header, so placement and staging need
-no copy. A worker downloads the file from its source, or the control plane does when a load needs it.
+A recorded file that is not in the models folder is at its source: under the policy `worker`
+(`CLUSTER_DOWNLOAD_ON`, or `download_on` of a definition) an import leaves it there. The record contains its
+size, its hash and the figures of its header, so placement and staging need no copy. A worker downloads the
+file from its source, or the control plane does when a load needs it.
 
 A models folder that is not mounted looks as if all its files were deleted. So an import creates a marker in
 the folder, and records of files state that the folder had the marker: in a folder that has lost its marker
@@ -10,6 +11,7 @@ nothing is downloaded.
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +20,9 @@ from typing import Any
 
 import msgspec
 
+from localai_cluster.kit import conf
 from localai_cluster.kit.errors import Conflict, Unavailable
+from localai_cluster.kit.outbound import host_of
 from nodes.definitions.headers import Header
 
 MARKER = ".localai-cluster"
@@ -146,3 +150,44 @@ def files_below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> 
 def without_tensors(header: Header | None) -> Header | None:
     """Return the header without tensors, for a model with several files whose other tensors are unknown."""
     return replace(header, tensors=()) if header is not None and header.tensors else header
+
+
+_SCHEMES = ("https://", "http://", "hf://")
+_PINNED_URL = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The permanent address of a file, and its hash."""
+
+    url: str
+    sha256: str
+
+    @property
+    def host(self) -> str:
+        """The host of the address, with its port; `Hugging Face` for `hf://`: the worker chooses the host."""
+        return host_of(self.url)[:255] or "Hugging Face"
+
+
+def downloads_on_worker(download_on: str) -> bool:
+    """Return True if workers are to download the files of a definition with this `download_on`."""
+    return (download_on or conf.cluster().download_on) == "worker"
+
+
+def can_fetch(url: str) -> bool:
+    """Return True if workers can read this kind of address."""
+    return url.startswith(_SCHEMES)
+
+
+def is_lasting(url: str) -> bool:
+    """Return True if workers can read the address and its content cannot change (no branch of the hub)."""
+    return can_fetch(url) and (not url.startswith("hf://") or _PINNED_URL.match(url) is not None)
+
+
+def sources_for_worker(files: RecordedFiles, download_on: str) -> dict[str, FileSource]:
+    """Return, by path, the sources of the files that workers fetch."""
+    if not downloads_on_worker(download_on):
+        return {}
+    return {
+        path: FileSource(file.source, file.sha256) for path, file in files.items() if can_fetch(file.source)
+    }

@@ -21,7 +21,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import names
 from localai_cluster.kit.errors import Conflict, InvalidInput, NotFound
-from localai_cluster.kit.locks import lock_name
+from localai_cluster.kit.transactions import lock_name
 from nodes.definitions import schema
 from nodes.definitions.files import Definition, UnusableDefinition
 from nodes.definitions.folder import folder

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.definitions.files import Definition, UnusableDefinition, parse_file
-from nodes.definitions.recorded_files import FileConflict, RecordedFile
+from nodes.definitions.recorded_files import FileConflict, RecordedFile, downloads_on_worker, is_lasting
 from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.definitions.sizes import path_inside, records_in_definition, shards
 from nodes.downloads.downloader import DownloadMeter
-from nodes.loading import worker_fetch
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import MAX_BYTES, ImportPlan, SourceFile
 from nodes.sources.probing import probe_file
@@ -42,14 +41,14 @@ def choose_files(plan: ImportPlan, cluster: ClusterSettings) -> list[SourceFile]
         definition = parse_file(plan.text.encode(), SOURCE_PREFIX + plan.name)
     except UnusableDefinition:
         return []
-    if cluster.shared_models or not worker_fetch.downloads_on_worker(definition):
+    if cluster.shared_models or not downloads_on_worker(definition.download_on):
         return []
     return [file for file in plan.files if _can_stay(file) and not lexists(cluster.models_path / file.path)]
 
 
 def _can_stay(file: SourceFile) -> bool:
     is_configuration = file.path.lower().endswith(_CONFIGURATIONS)
-    return bool(file.sha256) and worker_fetch.is_lasting(file.url) and not is_configuration
+    return bool(file.sha256) and is_lasting(file.url) and not is_configuration
 
 
 async def record_files(

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 from django.db import transaction
 
 from localai_cluster.kit import backoff, clock, conf, errors
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.outbound import SourceBusy, SourceError
 from localai_cluster.kit.quantities import counted, human_bytes
+from localai_cluster.kit.transactions import committed
 from nodes.commands.commands import first_result
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 from django.db import OperationalError, connection, transaction
 
-from localai_cluster.kit.locks import lock_name
+from localai_cluster.kit.transactions import lock_name
 from nodes.figures.series import floor_to_step
 
 _STAMP = "%Y%m%d%H"

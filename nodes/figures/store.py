@@ -18,7 +18,7 @@ from django.db import connection, transaction
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
-from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.kit.transactions import Lock, try_lock_across
 from localai_cluster.metrics.web import ModelCounts
 from nodes.figures import partitions, series
 from nodes.figures.partitions import PartitionedTable

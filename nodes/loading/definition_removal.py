@@ -16,7 +16,7 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import clock, conf, errors, failpoints
-from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.transactions import committed
 from nodes.definitions import rows, sizes, store
 from nodes.definitions.files import Definition, UnusableDefinition, parse_file
 from nodes.definitions.folder import Folder, FolderUnresponsive, folder

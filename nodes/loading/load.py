@@ -31,9 +31,8 @@ from localai_cluster.kit.quantities import format_gib
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstallReply
-from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.client import BackendClient, options_from_mapping
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
-from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import admission, backend_requests, node_commands
 from nodes.commands.commands import first_result
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable

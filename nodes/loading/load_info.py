@@ -27,7 +27,7 @@ from django.db.models import Case, Exists, F, OuterRef, Value, When
 from django.db.models.functions import Coalesce, JSONObject, NullIf
 
 from localai_cluster.kit import clock, names
-from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.transactions import committed
 from localai_cluster.messaging.messages import RunningModel
 from nodes.commands.outcomes import Done, Unreadable
 from nodes.definitions.files import Definition

@@ -15,9 +15,8 @@ from uuid import UUID
 from django.db import transaction
 
 from localai_cluster.kit import clock, errors, failpoints
-from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.locks import lock_name
 from localai_cluster.kit.outbound import SourceChanged
+from localai_cluster.kit.transactions import committed, lock_name
 from nodes.definitions.files import Definition
 from nodes.loading import load_attempts
 from nodes.loading.files_in_use import IMPORT

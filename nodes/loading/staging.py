@@ -29,7 +29,7 @@ from nodes.commands.commands import first_result
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
-from nodes.definitions.recorded_files import FolderReplaced, files_at_source
+from nodes.definitions.recorded_files import FileSource, FolderReplaced, files_at_source, sources_for_worker
 from nodes.loading import source_downloads
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_request import ProgressDeadline
@@ -52,7 +52,7 @@ from nodes.loading.transfer import (
     UploadMeter,
     root_of,
 )
-from nodes.loading.worker_fetch import FileSource, record_unreached, sources_of, unreached_hosts
+from nodes.loading.worker_fetch import record_unreached, unreached_hosts
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import load_times, memory
 from nodes.placement.sizes import describe_disk_need
@@ -378,7 +378,8 @@ async def _send(
     except (dial_targets.NotReachable, dial_targets.AddressRefused, errors.Conflict) as refusal:
         raise NodeRefused(f"staging: {refusal.message}") from refusal
     meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
-    sources = {path: file for path, file in sources_of(attempt.definition).items() if path not in downloaded}
+    sources = sources_for_worker(definition.files, definition.download_on)
+    sources = {path: file for path, file in sources.items() if path not in downloaded}
     unreached = await in_thread(unreached_hosts, slot.node_id, now=clock.now()) if sources else {}
     meter.now = f"looking for the files of {attempt.definition.name} on {slot.node_name}"
     await attempt.work.report(_tick(attempt, meter))

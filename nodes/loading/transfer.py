@@ -22,9 +22,9 @@ import httpx
 
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.quantities import human_bytes
+from nodes.definitions.recorded_files import FileSource
 from nodes.loading import worker_fetch
 from nodes.loading.source_files import CHUNK, FileHasher, LocalFile, OpenedFile, path_of
-from nodes.loading.worker_fetch import FileSource
 from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay

@@ -1,17 +1,16 @@
 """Have a worker fetch a file of a model from its source, instead of sending the file to the worker.
 
-This is the policy `worker` (`CLUSTER_DOWNLOAD_ON`, or `download_on` of a definition). It requires a file that
-an import has recorded with an address that workers can read, unchanged since, and a worker with the fetch
-route (`localai_cluster/worker/files/fetches.py`), which a stock worker lacks. A failure costs only time: the
-control plane then sends the file. A source that the node could not reach is recorded, and not tried again for
-a while.
+This is the policy `worker`, for files with a source that workers can read (`recorded_files.py`). It requires
+a file that is unchanged since its import, and a worker with the fetch route
+(`localai_cluster/worker/files/fetches.py`), which a stock worker lacks. A failure costs only time: the control
+plane then sends the file. A source that the node could not reach is recorded, and not tried again for a
+while.
 """
 
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from urllib.parse import quote
 from uuid import UUID
@@ -20,9 +19,8 @@ import httpx
 import msgspec
 from django.db import IntegrityError
 
-from localai_cluster.kit import clock, conf, names, untrusted
-from localai_cluster.kit.outbound import host_of
-from nodes.definitions.files import Definition
+from localai_cluster.kit import clock, names, untrusted
+from nodes.definitions.recorded_files import FileSource
 from nodes.models import UnreachedSource
 from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
@@ -34,23 +32,8 @@ STALL_SECONDS = 60.0
 UNREACHED_LIFETIME = timedelta(minutes=10)
 """Time for which a source is not tried again from a node that could not reach it."""
 _ROUTE = "/v1/files-fetch/"
-_SCHEMES = ("https://", "http://", "hf://")
 _MAX_LINE_LENGTH, _MAX_MESSAGE_LENGTH = 16 * 1024, 300
 _QUERY = re.compile(r"\?\S*")
-_PINNED_URL = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """The permanent address of a file, and its hash."""
-
-    url: str
-    sha256: str
-
-    @property
-    def host(self) -> str:
-        """The host of the address, with its port; `Hugging Face` for `hf://`: the worker chooses the host."""
-        return host_of(self.url)[:255] or "Hugging Face"
 
 
 class FetchFailed(Exception):
@@ -79,32 +62,6 @@ class _AnswerLine(msgspec.Struct):
     error: str = ""
     unreachable: bool = False
     changed: bool = False
-
-
-def downloads_on_worker(definition: Definition) -> bool:
-    """Return True if workers are to download the files of this definition."""
-    return (definition.download_on or conf.cluster().download_on) == "worker"
-
-
-def can_fetch(url: str) -> bool:
-    """Return True if workers can read this kind of address."""
-    return url.startswith(_SCHEMES)
-
-
-def is_lasting(url: str) -> bool:
-    """Return True if workers can read the address and its content cannot change (no branch of the hub)."""
-    return can_fetch(url) and (not url.startswith("hf://") or _PINNED_URL.match(url) is not None)
-
-
-def sources_of(definition: Definition) -> dict[str, FileSource]:
-    """Return, by path, the files of the definition that workers fetch."""
-    if not downloads_on_worker(definition):
-        return {}
-    return {
-        path: FileSource(file.source, file.sha256)
-        for path, file in definition.files.items()
-        if can_fetch(file.source)
-    }
 
 
 def unreached_hosts(node_id: UUID, *, now: datetime) -> dict[str, datetime]:

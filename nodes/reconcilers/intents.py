@@ -11,9 +11,8 @@ from uuid import UUID
 
 from django.db.models import Exists, OuterRef
 
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import lock_free
-from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.kit.transactions import Lock, committed, try_lock_across
 from nodes.backends import intents, node_commands, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp

@@ -24,9 +24,9 @@ from django.db.models import Case, Exists, F, OuterRef, Q, Value, When
 from django.db.models.functions import Greatest
 
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
 from localai_cluster.kit.periodic_task import PeriodicTask
+from localai_cluster.kit.transactions import Lock, try_lock_across
 from localai_cluster.web.shapes import Row
 from nodes.decisions import scale_records
 from nodes.definitions import folder

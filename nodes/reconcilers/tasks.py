@@ -8,9 +8,9 @@ from asgiref.sync import async_to_sync
 
 from localai_cluster.accounts import audit
 from localai_cluster.kit import clock, conf
-from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import skip_during_outage
 from localai_cluster.kit.periodic import Recurring
+from localai_cluster.kit.transactions import Lock, try_lock
 from nodes.backends import upgrade_state
 from nodes.definitions import store
 from nodes.definitions.folder import FolderUnresponsive

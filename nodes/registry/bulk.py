@@ -18,8 +18,8 @@ from django.db import transaction
 
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock, errors
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.quantities import counted
+from localai_cluster.kit.transactions import committed
 from nodes.models import BackendNode
 from nodes.registry import actions, change, claims, labels, lifecycle
 from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import conf, errors
-from localai_cluster.kit.locks import lock_name
+from localai_cluster.kit.transactions import lock_name
 from localai_cluster.web import throttle
 from nodes.models import BackendNode
 from nodes.registry.change import remove_all

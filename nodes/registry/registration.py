@@ -17,7 +17,7 @@ from django.db.models import Q
 
 from localai_cluster.accounts import actors, principals
 from localai_cluster.kit import addresses, conf, errors, logs, names
-from localai_cluster.kit.locks import limit_lock_wait
+from localai_cluster.kit.transactions import limit_lock_wait
 from localai_cluster.messaging.messages import process_key
 from localai_cluster.messaging.servers import Credentials
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase

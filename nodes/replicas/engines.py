@@ -20,8 +20,8 @@ from uuid import UUID
 from django.db import connection, transaction
 from django.db.models import Case, CharField, Exists, F, OuterRef, Q, Value, When
 
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt
+from localai_cluster.kit.transactions import committed
 from localai_cluster.messaging.messages import process_key, split_process_key
 from nodes.models import BEING_LOADED, LOADING_PHASES, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet

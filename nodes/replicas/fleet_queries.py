@@ -34,13 +34,12 @@ def loaded_revision(replica_id: UUID) -> str | None:
 
 def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
     """Return the node selector of each model's scheduling rule; one query."""
+    selectors = {name: Selector(name) for name in model_names}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=model_names)
-    stored = dict(rules.values_list("model_name", "node_selector"))
-    labels_by_model = {name: scheduling.readable_selector(stored.get(name, {})) for name in model_names}
-    return {
-        name: Selector(name, None if labels is None else frozenset(labels.items()))
-        for name, labels in labels_by_model.items()
-    }
+    for name, stored in rules.values_list("model_name", "node_selector"):
+        labels = scheduling.readable_selector(stored)
+        selectors[name] = Selector(name, None if labels is None else frozenset(labels.items()))
+    return selectors
 
 
 def occupied_indices(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:

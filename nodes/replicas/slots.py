@@ -14,8 +14,8 @@ from uuid import UUID
 
 from django.db.models import Case, F, Q, Value, When
 
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost
+from localai_cluster.kit.transactions import committed
 from nodes.decisions import decision_log, fleet_cache
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.models import (

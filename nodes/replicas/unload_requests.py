@@ -20,8 +20,8 @@ from typing import Any, TypeVar, assert_never
 from uuid import UUID
 
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.quantities import counted
+from localai_cluster.kit.transactions import committed
 from localai_cluster.messaging.bus import Bus
 from nodes.commands.commands import RECONNECT_GRACE, Worker
 from nodes.commands.outcomes import (

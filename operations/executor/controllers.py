@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from localai_cluster import __version__
-from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.transactions import committed
 from operations.models import ControllerBeat
 
 BEAT_EVERY = 3.0

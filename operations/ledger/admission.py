@@ -19,10 +19,9 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.gallery_index import public_url
 from localai_cluster.kit import errors
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import insert_rows, update_rows
-from localai_cluster.kit.locks import lock_names
 from localai_cluster.kit.quantities import counted
+from localai_cluster.kit.transactions import committed, lock_names
 from operations import targets
 from operations.changes.events import emit
 from operations.models import (

@@ -12,8 +12,8 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import errors, leases
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
+from localai_cluster.kit.transactions import committed
 from operations import targets
 from operations.changes import events
 from operations.changes.events import emit

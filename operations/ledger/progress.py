@@ -18,9 +18,8 @@ from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
 from localai_cluster.kit.batching import Batcher
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, update_rows
-from localai_cluster.kit.locks import limit_lock_wait
+from localai_cluster.kit.transactions import committed, limit_lock_wait
 from operations import targets
 from operations.changes.events import emit
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable

@@ -6,7 +6,7 @@ from django.db.models import Q
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
-from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.transactions import committed
 from operations.changes.events import emit
 from operations.models import Operation, Status
 

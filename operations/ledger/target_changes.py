@@ -14,9 +14,8 @@ from uuid import UUID
 
 from django.db.models import Q
 
-from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
-from localai_cluster.kit.locks import limit_lock_wait
+from localai_cluster.kit.transactions import committed, limit_lock_wait
 from operations import targets
 from operations.changes.events import emit
 from operations.ledger.progress import Tick, apply_to_target

@@ -4,9 +4,9 @@ import logging
 from datetime import timedelta
 
 from localai_cluster.kit import clock, conf, leases
-from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import skip_during_outage
 from localai_cluster.kit.periodic import Recurring
+from localai_cluster.kit.transactions import Lock, try_lock
 from operations.ledger import attempts, retention
 
 SCHEDULES = [

@@ -24,8 +24,7 @@ import httpx
 import psycopg
 
 from localai_cluster.kit import clock
-from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.messages import options_from_mapping
+from localai_cluster.rpc.client import BackendClient, options_from_mapping
 from nodes.definitions.files import Definition, read_definition
 from tests.benchmarks.bench_direct import measure as measure_direct
 from tests.benchmarks.counting import StatementCounter

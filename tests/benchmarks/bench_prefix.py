@@ -19,8 +19,7 @@ from statistics import mean, median
 import httpx
 
 from localai_cluster.kit import clock
-from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.messages import options_from_mapping
+from localai_cluster.rpc.client import BackendClient, options_from_mapping
 from nodes.definitions.files import read_definition
 from tests.benchmarks import planted
 from tests.support import backends

@@ -28,7 +28,7 @@ ROOMS = (
     "nodes/replicas/unload_requests.py",
 )
 PACKAGES = ("localai_cluster", "nodes", "operations")
-HELPERS = ("localai_cluster/kit/failpoints.py", "localai_cluster/kit/commit_hooks.py")
+HELPERS = ("localai_cluster/kit/failpoints.py", "localai_cluster/kit/transactions.py")
 SUFFIXES = {
     "committed": (":before", ":committed"),
     "wrap_request": (":before", ":sent", ":answered"),

@@ -5,7 +5,7 @@ from typing import Any
 from django.core.management.commands.migrate import Command as Migrate
 from django.db import connection
 
-from localai_cluster.kit.locks import Lock, wait_for_lock
+from localai_cluster.kit.transactions import Lock, wait_for_lock
 from localai_cluster.management.schema_version import Schema, note_version, refuse_newer
 
 

@@ -9,7 +9,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.transactions import Lock, try_lock
 from nodes.backends import admission, intents, wave_requests
 from nodes.backends.backend_requests import RequestScope
 from nodes.backends.intents import Ended, Failed, PutBack

@@ -13,8 +13,7 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.asgi import application
-from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.messages import options_from_mapping
+from localai_cluster.rpc.client import BackendClient, options_from_mapping
 from nodes.definitions.files import read_definition
 from tests.support import hot
 from tests.support.backends import ROOT, TOKEN, gallery, running_backend

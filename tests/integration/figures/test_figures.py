@@ -12,7 +12,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
-from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.kit.transactions import Lock, try_lock_across
 from localai_cluster.metrics import web as metrics
 from localai_cluster.metrics.web import ModelCounts
 from nodes.figures import partitions, series, store

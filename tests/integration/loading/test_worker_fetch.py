@@ -22,12 +22,12 @@ from localai_cluster.kit.outbound import Outbound
 from localai_cluster.worker import download
 from nodes.definitions import rows, store
 from nodes.definitions.files import Definition, parse_file
-from nodes.definitions.recorded_files import RecordedFile
+from nodes.definitions.recorded_files import FileSource, RecordedFile, sources_for_worker
 from nodes.loading import staging, transfer, worker_fetch
 from nodes.loading.source_files import plan_files
 from nodes.loading.staging import ModelTransfer, StagingResult, TransferLimits
 from nodes.loading.transfer import UploadMeter
-from nodes.loading.worker_fetch import FetchFailed, FileSource, sources_of
+from nodes.loading.worker_fetch import FetchFailed
 from nodes.models import BackendNode, UnreachedSource
 from nodes.registry.dial_targets import Contact, HttpServer, client_of
 from operations.executor.work import in_thread
@@ -251,10 +251,11 @@ def test_the_definition_decides_and_else_the_setting(
     definition = rows.stored_definition(row).content
     assert isinstance(definition, Definition)
     with CaptureQueriesContext(connection) as queries:
-        sources = sources_of(definition)
+        sources = sources_for_worker(definition.files, definition.download_on)
     assert len(queries) == 0
     assert sources == ({"a.gguf": FileSource("hf://o/r@0a/a.gguf", DIGEST)} if count else {})
-    assert sources_of(parse_file(text.encode(), "m.yaml")) == {}, "a file of the models folder"
+    of_folder = parse_file(text.encode(), "m.yaml")
+    assert sources_for_worker(of_folder.files, of_folder.download_on) == {}, "a file of the models folder"
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -331,7 +332,7 @@ async def test_a_load_tries_a_source_that_its_node_does_not_reach_once(
         path: FileSource(source.url("/x"), hashlib.sha256((files / path).read_bytes()).hexdigest())
         for path in ("sub/a.gguf", "proj.bin")
     }
-    monkeypatch.setattr(staging, "sources_of", lambda _: sources)
+    monkeypatch.setattr(staging, "sources_for_worker", lambda *_: sources)
     if is_noted:
         await in_thread(worker_fetch.record_unreached, stage.one.id, source.host, now=clock.now())
     await in_thread(lambda: BackendNode.objects.filter(pk=stage.one.pk).update(http_address=worker.address))
@@ -357,7 +358,7 @@ async def test_a_load_reports_what_was_sent_instead(
     source.files["/a.gguf"] = content
     source.tokens = {"/": "Bearer another"} if is_refused else {}
     file = FileSource(source.url("/a.gguf"), hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(staging, "sources_of", lambda _: {"sub/a.gguf": file})
+    monkeypatch.setattr(staging, "sources_for_worker", lambda *_: {"sub/a.gguf": file})
     await in_thread(lambda: BackendNode.objects.filter(pk=stage.one.pk).update(http_address=worker.address))
     messages: list[str] = []
     recorder = stage.work.recorder

@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import errors
 from localai_cluster.kit.leases import LeaseLost
-from localai_cluster.kit.locks import limit_lock_wait
+from localai_cluster.kit.transactions import limit_lock_wait
 from operations.changes import feed, topics
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock
-from localai_cluster.kit.locks import Lock
+from localai_cluster.kit.transactions import Lock
 from nodes.models import BackendNode, BusCredential, NodeEvent, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import tasks
 from nodes.reconcilers.liveness import (

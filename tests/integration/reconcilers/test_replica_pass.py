@@ -16,7 +16,7 @@ from pytest_django import Settings
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock, errors
-from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.kit.transactions import Lock, try_lock_across
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.messages import decode

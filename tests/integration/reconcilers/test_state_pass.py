@@ -10,7 +10,7 @@ from django.db import DatabaseError, connection, transaction
 from django.db.models import F
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.locks import Lock
+from localai_cluster.kit.transactions import Lock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NoResponders, RequestTimeout

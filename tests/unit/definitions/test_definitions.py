@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.rpc.messages import options_from_mapping
+from localai_cluster.rpc.client import options_from_mapping
 from nodes.definitions.files import (
     UnusableDefinition,
     parse_definition,

@@ -6,10 +6,10 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc import messages
+from localai_cluster.rpc.client import options_from_mapping
 from localai_cluster.rpc.messages import (
     ModelOptions,
     PredictOptions,
-    options_from_mapping,
 )
 
 # A cold load and a chat as the reference sent them.

@@ -1,15 +1,55 @@
-"""Numbered try-locks for work that only one process may do at a time, and blocking locks by name.
+"""Transactions of packages whose crashes are tested (`failpoints.py`), and the locks that transactions hold.
 
-They are PostgreSQL advisory locks bound to a transaction or to a connection: a crash releases them, and a
+Locks are PostgreSQL advisory locks bound to a transaction or to a connection: a crash releases them, and a
 try-lock returns at once. Only migrations (R1.9) and locks by name block. The numbers follow the reference's
 (`contract/scheduling.md` §0), so both can share a database without conflicts.
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from enum import IntEnum
 
 from django.db import connection, transaction
+
+from localai_cluster.kit import failpoints
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+
+
+def committed(point: str) -> AbstractContextManager[None]:
+    """Open a transaction, or a savepoint within the caller's transaction.
+
+    An outermost transaction that writes passes two failpoints: `:before` before its commit, and `:committed`
+    before any other commit hook. A transaction that writes nothing passes neither.
+    """
+    return _with_points(point) if failpoints.armed() else transaction.atomic()
+
+
+@contextmanager
+def _with_points(point: str) -> Iterator[None]:
+    if _inside.get():
+        with transaction.atomic():
+            yield
+        return
+    token, wrote = _inside.set(True), False
+
+    def pass_committed() -> None:
+        if wrote:
+            failpoints.passed(f"{point}:committed")
+
+    try:
+        with transaction.atomic():
+            transaction.on_commit(pass_committed)  # the first hook: the others publish the changes
+            yield
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
+                (wrote,) = cursor.fetchone()
+            if wrote:
+                failpoints.passed(f"{point}:before")
+    finally:
+        _inside.reset(token)
+
 
 _NAMED_LOCKS = 1
 """First key of the locks by name. A lock with two keys never conflicts with a lock with one key."""
