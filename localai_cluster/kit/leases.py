@@ -211,14 +211,6 @@ def lock_attempt_rows(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> d
     return {row.id: row for row in named.select_for_update(no_key=True) if (row.id, row.fence) in attempts}
 
 
-def lock_attempt_row(leased: "QuerySet[L]", attempt: Attempt) -> L:
-    """Lock and return the row of the attempt. Raise LeaseLost if the attempt no longer owns the row."""
-    row = lock_attempt_rows(leased, [attempt]).get(attempt[0])
-    if row is None:
-        raise LeaseLost(str(attempt[0]))
-    return row
-
-
 def confirm(leased: "QuerySet[L]", attempt: Attempt) -> None:
     """Raise LeaseLost if the attempt no longer owns its row. Lock and write nothing."""
     if not leased.filter(pk=attempt[0], fence=attempt[1]).exists():

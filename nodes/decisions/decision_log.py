@@ -19,7 +19,7 @@ ids, and lists for sets and tuples.
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
@@ -213,10 +213,6 @@ class DecisionRecord:
     kind: DecisionKind = DecisionKind.PLACEMENT
     slot: NodeSlot | None = None
     """The slot of the decision; None = the slot in the explanation, if there is one."""
-
-    def at_index(self, index: int) -> "DecisionRecord":
-        """Return a copy with the reserved slot, which may differ from the slot in the snapshot."""
-        return replace(self, explanation=replace(self.explanation, replica_index=index))
 
 
 def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: Any) -> Explanation:

@@ -183,7 +183,7 @@ def _read_weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, He
     its shards.
     """
     files = list(_files(model, at_source)) if model is not None else []
-    if model is None or not _is_folder(model, at_source):
+    if model is None or not (os.path.isdir(model) or any(name.startswith(f"{model}/") for name in at_source)):
         return sum(size for _, size in files), _read_headers(sorted(name for name, _ in files), at_source)
     files = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
     variants: defaultdict[str, dict[str, int]] = defaultdict(dict)
@@ -195,10 +195,6 @@ def _read_weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, He
         largest = max(variants.values(), key=lambda sizes: sum(sizes.values()))
         return sum(largest.values()), _read_headers(sorted(largest), at_source)
     return sum(size for _, size in files), _read_headers([str(model / "config.json")], at_source)
-
-
-def _is_folder(path: Path, at_source: RecordedFiles) -> bool:
-    return os.path.isdir(path) or any(name.startswith(f"{path}/") for name in at_source)
 
 
 def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | None:

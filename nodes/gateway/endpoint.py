@@ -211,7 +211,7 @@ class Endpoint:
             limit = self.limit or wire.MAX_BODY
             request.form = await bodies.read_form(body.receive, kind, limit, _too_large(limit))
             return
-        if not _is_confirmed(request):
+        if request.key_hash and request.key_hash not in gateway.current().picker.confirmed_keys:
             if not _is_suspect(request):
                 await body.read_first_part()
             if not body.is_complete:
@@ -236,11 +236,6 @@ class Endpoint:
             if error.status < 500 and not isinstance(error, NotAuthenticated):
                 await confirm(request)
             raise
-
-
-def _is_confirmed(request: InferenceRequest) -> bool:
-    """Return True if the caller is confirmed, or if its key was confirmed recently."""
-    return not request.key_hash or request.key_hash in gateway.current().picker.confirmed_keys
 
 
 def _is_suspect(request: InferenceRequest) -> bool:

@@ -198,7 +198,8 @@ class ModelWait:
         """
         shows_node = may_see_nodes(request.principal)
         try:
-            async with asyncio.timeout(_seconds_until(request.wait_until)):
+            seconds = request.wait_until - clock.monotonic()
+            async with asyncio.timeout(None if math.isinf(seconds) else max(seconds, 0)):
                 return await asyncio.shield(self.turn)
         except TimeoutError:
             budget, now = conf.cluster().model_load_wait, clock.now()
@@ -296,7 +297,10 @@ class Loads:
                 load.operation = operation
                 if not load.deadlines:
                     return
-                await self._extend_deadline(load)
+                needed = min(max(load.deadlines), clock.monotonic() + _EXTENSION_SECONDS)
+                if needed > load.row_deadline + 1 and operation.kind == KIND:
+                    load.row_deadline = needed
+                    await in_thread(admission.extend_need, {operation.id: _to_datetime(needed)})
                 load.turn, turn = _new_turn(), load.turn
                 turn.set_result(False)
                 await watch.changed(timeout=POLL_EVERY)
@@ -306,13 +310,6 @@ class Loads:
             raise load_failure(
                 request.element, load.operation, clock.now(), conf.cluster().load_failure_grace
             )
-
-    @staticmethod
-    async def _extend_deadline(load: ModelWait) -> None:
-        deadline = min(max(load.deadlines, default=0.0), clock.monotonic() + _EXTENSION_SECONDS)
-        if deadline > load.row_deadline + 1 and load.operation.kind == KIND:
-            load.row_deadline = deadline
-            await in_thread(admission.extend_need, {load.operation.id: _to_datetime(deadline)})
 
 
 def _to_client_error(error: Exception) -> ClusterError:
@@ -333,10 +330,6 @@ def _new_turn() -> "asyncio.Future[bool]":
     # Read the exception, so that asyncio logs none if no request waits when the load fails.
     turn.add_done_callback(lambda done: done.cancelled() or done.exception())
     return turn
-
-
-def _seconds_until(deadline: float) -> float | None:
-    return None if math.isinf(deadline) else max(deadline - clock.monotonic(), 0)
 
 
 def _to_datetime(deadline: float) -> datetime:

@@ -2,9 +2,9 @@
 
 This is the policy `worker`, for files with a source that workers can read (`recorded_files.py`). It requires
 a file that is unchanged since its import, and a worker with the fetch route
-(`localai_cluster/worker/files/fetches.py`), which a stock worker lacks. A failure costs only time: the control
-plane then sends the file. A source that the node could not reach is recorded, and not tried again for a
-while.
+(`localai_cluster/worker/files/fetches.py`), which a stock worker lacks. A failure costs only time: the
+control plane then sends the file. A source that the node could not reach is recorded, and not tried again for
+a while.
 """
 
 import asyncio

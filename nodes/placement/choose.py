@@ -275,7 +275,8 @@ def find_refusal(
         return Reason.FILE_PORT
     if need.disk_required and lacks_disk(node, need):
         return Reason.DISK
-    if lacks_quota(node, need):
+    # Files that the node already has count.
+    if need.files > node.staged_bytes and 0 < node.disk_quota < node.other_models_bytes + need.files:
         return Reason.QUOTA
     if free_index(node) is None:
         return Reason.FULL
@@ -289,12 +290,6 @@ def find_refusal(
 def lacks_disk(node: Candidate, need: Need) -> bool:
     """Return True if the node reports too little disk space; files that it already has count (R2.38)."""
     return node.total_disk > 0 and node.available_disk + node.staged_bytes < need.disk
-
-
-def lacks_quota(node: Candidate, need: Need) -> bool:
-    """Return True if the missing files of the model exceed the node's disk quota."""
-    is_missing = need.files > node.staged_bytes
-    return is_missing and 0 < node.disk_quota < node.other_models_bytes + need.files
 
 
 def has_memory(node: Candidate, need: Need) -> bool:

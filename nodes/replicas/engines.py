@@ -222,14 +222,11 @@ def end_at_address(address: str, *, node_id: UUID, new_engine_id: UUID) -> list[
     with transaction.atomic():
         rows = _lock_rows(NodeModel.engines.filter(node_id=node_id, address=address))
         new = next((row for row in rows if row.pk == new_engine_id and row.phase == Phase.STARTING), None)
-        gone = [row for row in rows if new is not None and _is_former(row, new)]
+        began = new.started_at if new is not None else None
+        former = [row for row in rows if row.started_at is None or (began and row.started_at < began)]
+        gone = former if new is not None else []
         end_rows(gone)
     return [str(row) for row in gone]
-
-
-def _is_former(row: NodeModel, new: NodeModel) -> bool:
-    """Return True if the row's engine was started before the new one."""
-    return row.started_at is None or (new.started_at is not None and row.started_at < new.started_at)
 
 
 def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:

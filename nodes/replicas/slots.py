@@ -7,7 +7,7 @@ deleted, after the engine is confirmed to have ended.
 
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -95,7 +95,8 @@ def reserve(
         node = BackendNode.objects.select_for_update(no_key=True).filter(pk=view.id, status="healthy").first()
         if node is None:
             return NoSlot("gone or not healthy any more")
-        now = _after_reading(node, now)
+        # The reservation counts until the next reading, so it must be newer than the last one.
+        now = max(now, node.vram_read_at + timedelta(microseconds=1)) if node.vram_read_at else now
         if (index := _free_index(node, model_name)) is None:
             return NoSlot(RefusalReason.FULL)
         try:
@@ -121,7 +122,9 @@ def reserve(
         )
         BackendNode.objects.filter(pk=view.id).update(newest_load=row.pk)
         if why is not None:
-            decision_log.record(why.at_index(index), now=now, victims=room.victims if room else ())
+            # The slot in the snapshot may be another one.
+            decided = replace(why, explanation=replace(why.explanation, replica_index=index))
+            decision_log.record(decided, now=now, victims=room.victims if room else ())
     return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
 
 
@@ -135,12 +138,6 @@ def _check_quota(node: BackendNode, model_name: str, files: int) -> None:
     others = read.other_models_by_node(model_name, [node.pk]).get(node.pk, 0)
     if files > staged and others + files > quota:
         raise OverQuota(f"{describe_quota(others + staged, quota, files - staged)}; {QUOTA_HINT}")
-
-
-def _after_reading(node: BackendNode, now: datetime) -> datetime:
-    """Return `now`, or a time just after the node's last reading if the reading is newer."""
-    # A reservation counts until the next reading, so it must be newer than this one.
-    return now if node.vram_read_at is None else max(now, node.vram_read_at + timedelta(microseconds=1))
 
 
 def _free_index(node: BackendNode, model_name: str) -> int | None:

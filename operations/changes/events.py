@@ -107,15 +107,11 @@ class _Bridge:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, message: Mapping[str, Any]) -> None:
-        loop = self._running_loop()
-        asyncio.run_coroutine_threadsafe(self._send(message), loop)
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None or self._pid != os.getpid():
                 self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
                 threading.Thread(target=self._loop.run_forever, name="event-bridge", daemon=True).start()
-            return self._loop
+            asyncio.run_coroutine_threadsafe(self._send(message), self._loop)
 
     @staticmethod
     async def _send(message: Mapping[str, Any]) -> None:

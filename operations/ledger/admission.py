@@ -5,7 +5,7 @@ in one order: the owners of the keys by their hashes, the keys of new operations
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from itertools import count
@@ -200,13 +200,16 @@ class _ActiveOperations:
         joined = self.join(request)
         if joined is not None:
             return joined
-        sharing = list(self._sharing(request))
+        owner = owner_of(request.key)
+        of_element = self._by_element[request.element] if owner else ()
+        # Like `OperationQuerySet.sharing`.
+        sharing = [operation for operation in of_element if owner in (operation.key, owner_of(operation.key))]
         others = [operation for operation in sharing if operation.kind != request.kind]
         if others:
             return exclusion_error(min(others, key=lambda operation: (operation.created_at, operation.key)))
         if not request.joins:
             keys = {operation.key for operation in sharing}
-            shares = (f"{owner_of(request.key)}{SUFFIX_SEPARATOR}{number}" for number in count(1))
+            shares = (f"{owner}{SUFFIX_SEPARATOR}{number}" for number in count(1))
             request = replace(request, key=next(share for share in shares if share not in keys))
         operation = new_operation(request, now)
         self._add(operation)
@@ -215,13 +218,6 @@ class _ActiveOperations:
     def _add(self, operation: Operation) -> None:
         self._by_key[operation.key] = operation
         self._by_element[operation.element].append(operation)
-
-    def _sharing(self, request: OperationRequest) -> Iterator[Operation]:
-        """Yield the active operations on the owner of the request's key, like `OperationQuerySet.sharing`."""
-        owner = owner_of(request.key)
-        for operation in self._by_element[request.element] if owner else ():
-            if owner in (operation.key, owner_of(operation.key)):
-                yield operation
 
 
 def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now: datetime) -> list[Operation]:

@@ -38,7 +38,10 @@ def leased_operations() -> OperationQuerySet:
 
 def lock_owned(operation_id: UUID, fence: int) -> Operation:
     """Lock the operation of the attempt and return it. Raise LeaseLost if the attempt does not own it."""
-    return leases.lock_attempt_row(leased_operations(), (operation_id, fence))
+    operation = leases.lock_attempt_rows(leased_operations(), [(operation_id, fence)]).get(operation_id)
+    if operation is None:
+        raise leases.LeaseLost(str(operation_id))
+    return operation
 
 
 def end_target(
