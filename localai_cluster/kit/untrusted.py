@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, TypeVar
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 import yaml
 from yaml.composer import Composer
@@ -195,16 +195,23 @@ def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
     The call cannot be cancelled, so several callers may wait for it, each by `asyncio.wrap_future`.
     """
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()
 
-    def run() -> None:
+    def run(result: "Future[T]") -> None:
         try:
             result.set_result(function(*args, **kwargs))
         except Exception as error:
             result.set_exception(error)
 
-    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return start_daemon_thread(run)
+
+
+def start_daemon_thread(
+    run: "Callable[Concatenate[Future[T], P], None]", *args: P.args, **kwargs: P.kwargs
+) -> "Future[T]":
+    """Call `run` in a new thread as `in_daemon_thread` does; `run` must complete the future that it gets."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # no caller that gives up cancels it for the others
+    threading.Thread(target=run, args=(result, *args), kwargs=kwargs, daemon=True).start()
     return result
 
 

@@ -99,8 +99,8 @@ class _Poll:
             if now - self._read_at < interval and self._changes_read == self._changes:
                 return None
             if self._call is None:
-                self._began_at, self._call = now, Future()
-                threading.Thread(target=self._run, args=(self._call, now, self._changes), daemon=True).start()
+                self._began_at = now
+                self._call = untrusted.start_daemon_thread(self._run, now, self._changes)
             return self._call
 
     async def request_call(self, interval: float) -> None:

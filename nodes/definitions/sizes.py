@@ -247,8 +247,8 @@ class Sizes:
         with self._lock:
             measurement = self._running.get(definition.name)
             if measurement is None:
-                measurement = self._running[definition.name] = Future()
-                threading.Thread(target=self._measure, args=(definition, measurement), daemon=True).start()
+                measurement = untrusted.start_daemon_thread(self._measure, definition)
+                self._running[definition.name] = measurement
         if await untrusted.wait_until_done(measurement, timeout=self._limit):
             return measurement.result()
         logger.warning(
@@ -258,7 +258,7 @@ class Sizes:
         )
         return ModelFiles()
 
-    def _measure(self, definition: Definition, measurement: "Future[ModelFiles]") -> None:
+    def _measure(self, measurement: "Future[ModelFiles]", definition: Definition) -> None:
         files = ModelFiles()
         try:
             files = measure(self._folder, definition)
