@@ -295,12 +295,7 @@ async def read_bounded_body(answer: httpx.Response) -> bytes:
         raise ValueError(f"HTTP status {answer.status_code}")
     if answer.headers.get("content-encoding", "identity") != "identity":
         raise ValueError("the server sends it compressed, although it was asked not to")
-    text = bytearray()
-    async for part in answer.aiter_bytes():
-        text += part
-        if len(text) > INDEX_LIMIT:
-            break
-    return _bounded(bytes(text))
+    return _bounded(await untrusted.read_at_most(answer.aiter_bytes(), INDEX_LIMIT))
 
 
 async def read_url(url: str, client: WebClient, resolve: ResolvePath) -> bytes:

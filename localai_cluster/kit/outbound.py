@@ -184,7 +184,7 @@ class Outbound:
         async with self.open(url, headers) as response, asyncio.timeout(BODY_LIMIT):
             if response.status_code not in (200, 206):
                 raise SourceError(f"{_site(response.url)}: HTTP status {response.status_code}")
-            body = await _read_at_most(response, limit)
+            body = await untrusted.read_at_most(response.aiter_raw(), limit)
             if len(body) > limit:
                 raise SourceError(f"{_site(response.url)}: the answer is longer than {limit} bytes")
             return body
@@ -456,7 +456,7 @@ async def _words_of(response: httpx.Response, authorization: str) -> str:
     words: Any = response.headers.get("x-error-message", "")
     try:
         async with asyncio.timeout(NEXT_ADDRESS_AFTER):
-            body = await _read_at_most(response, _WORDS_BYTES) if not words else b""
+            body = await untrusted.read_at_most(response.aiter_raw(), _WORDS_BYTES) if not words else b""
         document = msgspec.json.decode(body) if body and not untrusted.json_problem(body) else None
     except (httpx.HTTPError, TimeoutError, ValueError):
         document = None
@@ -467,16 +467,6 @@ async def _words_of(response: httpx.Response, authorization: str) -> str:
     for secret in {authorization, authorization.rpartition(" ")[2]} - {""}:
         text = text.replace(secret, "…")
     return names.to_single_line(" ".join(text.split())[:MAX_MESSAGE_LENGTH])
-
-
-async def _read_at_most(response: httpx.Response, limit: int) -> bytes:
-    """Return the body; of a longer one, return its first `limit` + 1 bytes."""
-    body = bytearray()
-    async for piece in response.aiter_raw():
-        body += piece
-        if len(body) > limit:
-            break
-    return bytes(body[: limit + 1])
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -21,7 +21,7 @@ import os
 import stat
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterator
 from concurrent.futures import Future
 from itertools import accumulate
 from pathlib import Path
@@ -188,6 +188,16 @@ def read_file(path: Path, limit: int) -> bytes:
 def _check(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
+
+
+async def read_at_most(pieces: AsyncIterable[bytes], limit: int) -> bytes:
+    """Return the joined pieces; of longer content, return the first `limit` + 1 bytes."""
+    content = bytearray()
+    async for piece in pieces:
+        content += piece
+        if len(content) > limit:
+            break
+    return bytes(content[: limit + 1])
 
 
 def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":

@@ -320,17 +320,15 @@ def _site(url: str) -> str:
 
 async def _read(response: httpx.Response, limit: int, what: str) -> bytes:
     """Return a response's body of at most `limit` bytes and close the response. Raise RegistryError."""
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_LIMIT):
-            async for piece in response.aiter_raw():
-                body += piece
-                if len(body) > limit:
-                    raise RegistryError(f"{what}: the reply is longer than {limit} bytes")
+            body = await untrusted.read_at_most(response.aiter_raw(), limit)
     except TimeoutError as error:
         raise RegistryError(f"{what}: no answer in time", can_retry=True) from error
     except httpx.HTTPError as error:
         raise RegistryError(f"{what}: connection lost", can_retry=True) from error
     finally:
         await response.aclose()
-    return bytes(body)
+    if len(body) > limit:
+        raise RegistryError(f"{what}: the reply is longer than {limit} bytes")
+    return body

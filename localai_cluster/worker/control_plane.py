@@ -303,12 +303,10 @@ class ControlPlane:
         return content
 
     async def _read(self, response: httpx.Response) -> bytes:
-        body = bytearray()
-        async for piece in response.aiter_bytes():
-            body += piece
-            if len(body) > ANSWER_LIMIT:
-                raise CallFailed(f"{self.base_url} answers with more than {ANSWER_LIMIT} bytes")
-        return bytes(body)
+        body = await untrusted.read_at_most(response.aiter_bytes(), ANSWER_LIMIT)
+        if len(body) > ANSWER_LIMIT:
+            raise CallFailed(f"{self.base_url} answers with more than {ANSWER_LIMIT} bytes")
+        return body
 
     async def _open(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
         headers = {**headers, INSTANCE_HEADER: self.instance}

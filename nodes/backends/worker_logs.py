@@ -12,7 +12,7 @@ forwarded, because a worker ignores them.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 from uuid import UUID
@@ -23,7 +23,7 @@ from channels.db import database_sync_to_async
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from localai_cluster.kit import errors
+from localai_cluster.kit import errors, untrusted
 from localai_cluster.web.sockets import FAILED, Ended, Scope
 from nodes.models import BackendNode
 from nodes.registry import dial_targets
@@ -178,22 +178,14 @@ async def _get(server: HttpServer, path: str) -> bytes:
             ):
                 if response.status_code != 200:
                     raise _status_error(server, response.status_code)
-                return await _read_bounded(server, response.aiter_raw())
+                body = await untrusted.read_at_most(response.aiter_raw(), MAX_REPLY_BYTES)
         except TimeoutError as error:
             raise _late_error(server, ANSWER_LIMIT) from error
         except httpx.HTTPError as error:
             raise _no_reply_error(server, error) from error
-
-
-async def _read_bounded(server: HttpServer, pieces: AsyncIterator[bytes]) -> bytes:
-    body = bytearray()
-    async for piece in pieces:
-        body += piece
-        if len(body) > MAX_REPLY_BYTES:
-            raise NotReachable(
-                f"node {server.node}: its worker's answer is over {MAX_REPLY_BYTES // 2**20} MiB"
-            )
-    return bytes(body)
+    if len(body) > MAX_REPLY_BYTES:
+        raise NotReachable(f"node {server.node}: its worker's answer is over {MAX_REPLY_BYTES // 2**20} MiB")
+    return body
 
 
 def _path(name: str) -> str:

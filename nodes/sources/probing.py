@@ -44,17 +44,13 @@ _ASSUMED_BYTES = 2**60
 
 async def read_start(opener: SourceOpener, file: SourceFile, length: int) -> tuple[bytes, int]:
     """Return the first `length` bytes of a file, and its size; raise SourceError."""
-    content = bytearray()
     try:
         async with asyncio.timeout(HEADER_LIMIT), opener.open(file, 0, length) as body:
-            async for piece in body.pieces:
-                content += piece
-                if len(content) >= length:
-                    break
+            content = await untrusted.read_at_most(body.pieces, length - 1)
             total = body.total
     except TimeoutError:
         raise SourceError(f"no answer within {HEADER_LIMIT:.0f} s", can_retry=True) from None
-    return bytes(content[:length]), total
+    return content, total
 
 
 async def gguf_header(opener: SourceOpener, file: SourceFile) -> Header:
