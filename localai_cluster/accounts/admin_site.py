@@ -22,7 +22,7 @@ from django.utils.http import url_has_allowed_host_and_scheme
 from localai_cluster.accounts import audit, passwords
 from localai_cluster.accounts.audit import Change
 
-APP_NAMES = {
+APP_NAME_BY_LABEL = {
     "nodes": "Nodes and models",
     "operations": "Operations",
     "accounts": "API keys and audit",
@@ -30,7 +30,7 @@ APP_NAMES = {
     "django_q": "Schedules",
 }
 """Display names of the apps by label, in the order of the index."""
-INTERNAL = frozenset(
+INTERNAL_MODEL_NAMES = frozenset(
     {
         "ControllerBeat",
         "Failure",
@@ -48,8 +48,8 @@ INTERNAL = frozenset(
 """Names of models that only help to diagnose the cluster; the index lists them last."""
 
 
-def _rank(app: Any) -> int:
-    order = list(APP_NAMES)
+def _app_position(app: Any) -> int:
+    order = list(APP_NAME_BY_LABEL)
     return order.index(app["app_label"]) if app["app_label"] in order else len(order)
 
 
@@ -102,11 +102,13 @@ class Site(AdminSite):
         apps = super().get_app_list(request, app_label)
         internal: list[Any] = []
         for app in apps:
-            app["name"] = APP_NAMES.get(app["app_label"], app["name"])
+            app["name"] = APP_NAME_BY_LABEL.get(app["app_label"], app["name"])
             if app_label is None:
-                internal += [model for model in app["models"] if model["object_name"] in INTERNAL]
-                app["models"] = [model for model in app["models"] if model["object_name"] not in INTERNAL]
-        groups = sorted((app for app in apps if app["models"]), key=_rank)
+                internal += [model for model in app["models"] if model["object_name"] in INTERNAL_MODEL_NAMES]
+                app["models"] = [
+                    model for model in app["models"] if model["object_name"] not in INTERNAL_MODEL_NAMES
+                ]
+        groups = sorted((app for app in apps if app["models"]), key=_app_position)
         return [*groups, _internal_tables(internal)] if internal else groups
 
     def has_permission(self, request: HttpRequest) -> bool:
@@ -126,9 +128,9 @@ class Site(AdminSite):
         if self.has_permission(request):
             return HttpResponseRedirect(target)
         if not request.user.is_authenticated:
-            return _with_next(settings.LOGIN_URL, target)
+            return _redirect_with_next(settings.LOGIN_URL, target)
         if passwords.must_change(request.user):
-            return _with_next(settings.PASSWORD_URL, target)
+            return _redirect_with_next(settings.PASSWORD_URL, target)
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
     def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
@@ -136,6 +138,6 @@ class Site(AdminSite):
         return HttpResponseRedirect(settings.PASSWORD_URL)
 
 
-def _with_next(page: str, target: str) -> HttpResponseRedirect:
+def _redirect_with_next(page: str, target: str) -> HttpResponseRedirect:
     """Redirect to a page that later redirects to `target`, a path of this host."""
     return HttpResponseRedirect(f"{page}?{urlencode({REDIRECT_FIELD_NAME: target})}")

@@ -25,11 +25,11 @@ from localai_cluster.accounts.principals import Principal
 from localai_cluster.kit import clock
 from localai_cluster.kit.logs import request_id
 
-PEOPLE = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
+AUDITED_ACTOR_KINDS = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
 """Kinds of actors whose changes are audited."""
-_MAX_LENGTH = 255
-_ADMIN_CHANGES: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
-_COLUMNS = (
+_MAX_TEXT_LENGTH = 255
+_CHANGE_BY_ADMIN_FLAG: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
+_ENTRY_COLUMNS = (
     "id",
     "at",
     "kind",
@@ -42,7 +42,7 @@ _COLUMNS = (
     "detail",
 )
 
-_source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
+_change_source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
 """The request or the actor to which changes in the current context are attributed."""
 
 
@@ -77,11 +77,11 @@ def attribute_to(actor: Actor) -> Iterator[None]:
 
 @contextmanager
 def _attribute_to(source: HttpRequest | Actor) -> Iterator[None]:
-    token = _source.set(source)
+    token = _change_source.set(source)
     try:
         yield
     finally:
-        _source.reset(token)
+        _change_source.reset(token)
 
 
 def _current_actor() -> tuple[Actor | None, str]:
@@ -89,7 +89,7 @@ def _current_actor() -> tuple[Actor | None, str]:
 
     The actor is None outside of a context, and for a request without a signed-in user.
     """
-    source = _source.get()
+    source = _change_source.get()
     if source is None or isinstance(source, Actor):
         return source, ""
     user: Any = source.user
@@ -114,9 +114,9 @@ def record(*changes: Change, at: datetime | None = None) -> None:
             actor=str(actor),
             address=address,
             request_id="" if identifier == "-" else identifier,
-            subject=change.subject[:_MAX_LENGTH],
+            subject=change.subject[:_MAX_TEXT_LENGTH],
             subject_id=change.subject_id[:64],
-            detail=change.detail[:_MAX_LENGTH],
+            detail=change.detail[:_MAX_TEXT_LENGTH],
         )
         for change in changes
     )
@@ -131,7 +131,7 @@ def record_admin_edit(sender: type[LogEntry], instance: LogEntry, created: bool,
 def admin_change(entry: LogEntry) -> Change:
     """Return the change that an entry of the admin's own log describes."""
     of = entry.content_type.name if entry.content_type else "row"
-    action = _ADMIN_CHANGES.get(entry.action_flag, "changed")
+    action = _CHANGE_BY_ADMIN_FLAG.get(entry.action_flag, "changed")
     return Change(
         f"admin.{action}", f"{of} {entry.object_repr}", str(entry.object_id), entry.get_change_message()
     )
@@ -139,7 +139,7 @@ def admin_change(entry: LogEntry) -> Change:
 
 def as_dict(entry: AuditEntry) -> dict[str, Any]:
     """Return an entry for the wire."""
-    return {name: getattr(entry, name) for name in _COLUMNS} | {"at": entry.at.isoformat()}
+    return {name: getattr(entry, name) for name in _ENTRY_COLUMNS} | {"at": entry.at.isoformat()}
 
 
 def prune(*, before: datetime, limit: int) -> int:

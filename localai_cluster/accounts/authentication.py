@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the framework's views import this module while they are bei
     from rest_framework.views import APIView
 
 
-CHALLENGE = "Bearer"
+BEARER_CHALLENGE = "Bearer"
 
 
 def principal(request: Request) -> Principal:
@@ -67,7 +67,7 @@ class BearerAuthentication(BaseAuthentication):
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge, with which DRF responds 401 instead of 403."""
-        return CHALLENGE
+        return BEARER_CHALLENGE
 
 
 class CookieAuthentication(SessionAuthentication):
@@ -96,7 +96,7 @@ class CookieAuthentication(SessionAuthentication):
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge, with which DRF responds 401 instead of 403."""
-        return CHALLENGE
+        return BEARER_CHALLENGE
 
 
 class RecentSessions:
@@ -109,7 +109,7 @@ class RecentSessions:
 
     def add(self, session_key: str, owner: Principal) -> None:
         """Record that the session is valid now."""
-        if len(self._owners) >= self.MOST:
+        if len(self._owners) >= self.MAX_SESSIONS:
             self._owners.clear()
         self._owners[principals.hash_secret(session_key)] = (owner, clock.monotonic())
 

@@ -30,13 +30,13 @@ AddVerb = Callable[..., CommandParser]
 Columns = Mapping[str, str | Callable[[Any], Any]]
 """Columns of a table by head: a key or an attribute of the row, or a function of the row."""
 EMPTY_CELL = "-"
-SHORT_ID = 8
+SHORT_ID_LENGTH = 8
 """Number of characters of an id in a list."""
 MAX_MATCHES = 5
 """Maximum number of matching rows that an error message lists."""
-_ID_PREFIX = re.compile(r"[0-9a-f-]{1,36}\Z")
-_ZERO_YEAR = "0001-"
-_MAX_SECONDS = 120
+_ID_PREFIX_PATTERN = re.compile(r"[0-9a-f-]{1,36}\Z")
+_YEAR_ONE_PREFIX = "0001-"
+_MAX_AGE_IN_SECONDS = 120
 _Row = TypeVar("_Row", bound=Model)
 
 
@@ -92,13 +92,13 @@ def current_actor() -> Actor:
 def rows_with_prefix(rows: QuerySet[_Row], prefix: str) -> list[_Row]:
     """Return the rows whose id starts with `prefix`, at most `MAX_MATCHES` + 1."""
     prefix = prefix.lower()
-    if not _ID_PREFIX.match(prefix):
+    if not _ID_PREFIX_PATTERN.match(prefix):
         return []
     matches = rows.annotate(id_text=Cast("id", CharField())).filter(id_text__startswith=prefix)
     return list(matches[: MAX_MATCHES + 1])
 
 
-def only_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) -> _Row:
+def require_row_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) -> _Row:
     """Return the only row whose id starts with `prefix`. Raise CommandError for no row or several."""
     matches = rows_with_prefix(rows, prefix)
     if not matches:
@@ -156,11 +156,11 @@ def format_age(at: str | None, now: datetime) -> str:
 
     The result is `never` if `at` is None or in the year 1.
     """
-    if at is None or at.startswith(_ZERO_YEAR):
+    if at is None or at.startswith(_YEAR_ONE_PREFIX):
         return "never"
     then = datetime.fromisoformat(at)
     seconds = max(int((now - then).total_seconds()), 0)
-    if seconds < _MAX_SECONDS:
+    if seconds < _MAX_AGE_IN_SECONDS:
         return f"{seconds} s ago"
     # Django uses non-breaking spaces.
     return f"{timesince(then, now, depth=1)} ago".replace("\xa0", " ")

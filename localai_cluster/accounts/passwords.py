@@ -47,7 +47,7 @@ class SessionBackend(ModelBackend):
         self, request: HttpRequest | None, username: str | None = None, password: str | None = None
     ) -> Any:
         """Return the user with this name or, without one, the only active user with this e-mail address."""
-        return super().authenticate(request, username and _name_of(username), password)
+        return super().authenticate(request, username and _find_user_name(username), password)
 
     def get_user(self, user_id: Any) -> Any:
         """Return the active user with this id, or None."""
@@ -55,7 +55,7 @@ class SessionBackend(ModelBackend):
         return user if user is not None and self.user_can_authenticate(user) else None
 
 
-def _name_of(text: str) -> str:
+def _find_user_name(text: str) -> str:
     """Return the user name for a user name or e-mail address.
 
     The caller then makes one query and one hash in every case.
@@ -82,7 +82,7 @@ class ChosenPassword:
             InitialPassword.objects.filter(user_id=user.pk).delete()
 
 
-_SENTENCES = {
+_SENTENCE_BY_RULE = {
     "password_too_short": "Use at least {min_length} characters.",
     "password_too_common": "This password is too common.",
     "password_entirely_numeric": "Use at least one character that is not a digit.",
@@ -125,5 +125,5 @@ def _broken_rules(old: str, new: str, user: Any) -> list[str]:
 
 
 def _describe_rule(error: ValidationError) -> str:
-    template = _SENTENCES.get(error.code or "")
+    template = _SENTENCE_BY_RULE.get(error.code or "")
     return template.format(**(error.params or {})) if template else " ".join(error.messages)

@@ -34,9 +34,9 @@ for its registration, and may download the files that it needs to join.
 """
 
 KEY_PREFIX = "lac-"
-AGENT_PREFIX = "lai-"
+AGENT_KEY_PREFIX = "lai-"
 """Prefix of agent nodes' keys. The reference's agents parse it, so it is not ours to choose (§1.1)."""
-_SHOWN_CHARACTERS = 12
+_SHOWN_PREFIX_LENGTH = 12
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
 
 def create_agent_key(user: Any, name: str) -> tuple[ApiKey, str]:
     """Create the key of an agent node: `lai-` and 64 hex digits."""
-    return _store_key(user, name[:100], AGENT_PREFIX + secrets.token_hex(32))
+    return _store_key(user, name[:100], AGENT_KEY_PREFIX + secrets.token_hex(32))
 
 
 def _store_key(user: Any, name: str, plain: str) -> tuple[ApiKey, str]:
     row = ApiKey.objects.create(
-        user=user, name=name, prefix=plain[:_SHOWN_CHARACTERS], key_hash=hash_secret(plain)
+        user=user, name=name, prefix=plain[:_SHOWN_PREFIX_LENGTH], key_hash=hash_secret(plain)
     )
     return row, plain
 
@@ -171,9 +171,9 @@ def bearer(authorization: str) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-_VALID = {"revoked_at__isnull": True, "user__is_active": True}
-VALID_SQL = "k.revoked_at IS NULL AND u.is_active"
-"""The condition `_VALID` as SQL. `k` is a row of `api_keys`, `u` its row of `auth_user`."""
+_VALID_KEY_FILTER = {"revoked_at__isnull": True, "user__is_active": True}
+VALID_KEY_SQL = "k.revoked_at IS NULL AND u.is_active"
+"""The condition `_VALID_KEY_FILTER` as SQL. `k` is a row of `api_keys`, `u` its row of `auth_user`."""
 
 
 class WrongKey(errors.NotAuthenticated):
@@ -193,13 +193,15 @@ class StoredKey:
     hash: str
 
 
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
+_CREDENTIAL_HEADERS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
 def credential_headers(scope: Any) -> dict[str, str]:
     """Return the headers of a raw request or websocket that may hold a credential, by name."""
     return {
-        name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CREDENTIALS
+        name.decode(): value.decode("latin-1")
+        for name, value in scope["headers"]
+        if name in _CREDENTIAL_HEADERS
     }
 
 
@@ -230,7 +232,7 @@ def classify_credential(credential: str) -> Principal | StoredKey:
     """
     if find_static_key(credential) is not None:
         return STATIC_ADMIN
-    if credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
+    if credential.startswith((KEY_PREFIX, AGENT_KEY_PREFIX)):
         return StoredKey(hash_secret(credential))
     return ANONYMOUS
 
@@ -251,4 +253,4 @@ def owner_of(credential: Principal | StoredKey) -> Principal:
 
 def find_stored_key(**columns: Any) -> ApiKey | None:
     """Return the valid key with these column values, and its user, in one query."""
-    return ApiKey.objects.select_related("user").filter(**columns, **_VALID).first()
+    return ApiKey.objects.select_related("user").filter(**columns, **_VALID_KEY_FILTER).first()

@@ -51,7 +51,7 @@ class SessionStore(db.SessionStore):
         return bool(super()._validate_session_key(key)) and set(key) <= set(VALID_KEY_CHARS)  # type: ignore[misc]
 
 
-_STORED_KEYS = 1000
+_FIRST_STORED_KEY_ID = 1000
 """First of the ids of stored keys in `KeyUser`, negated.
 
 The ids are -1, -2 … for the static keys and below -1000 for stored keys. A row's id is positive.
@@ -70,7 +70,7 @@ class KeyBackend(BaseBackend):
         if position is not None:
             return KeyUser(-1 - position, principals.hash_secret(token))
         credential = principals.classify_credential(token)
-        if not isinstance(credential, principals.StoredKey) or token.startswith(principals.AGENT_PREFIX):
+        if not isinstance(credential, principals.StoredKey) or token.startswith(principals.AGENT_KEY_PREFIX):
             return None
         return self._of_row(principals.find_stored_key(key_hash=credential.hash))
 
@@ -79,15 +79,15 @@ class KeyBackend(BaseBackend):
 
         The result is None if the key no longer exists, or if the id is that of a user with a row.
         """
-        if user_id < -_STORED_KEYS:
-            return self._of_row(principals.find_stored_key(pk=-user_id - _STORED_KEYS))
+        if user_id < -_FIRST_STORED_KEY_ID:
+            return self._of_row(principals.find_stored_key(pk=-user_id - _FIRST_STORED_KEY_ID))
         keys = conf.cluster().api_keys
         if -len(keys) <= user_id < 0:
             return KeyUser(user_id, principals.hash_secret(keys[-user_id - 1]))
         return None
 
     def _of_row(self, row: ApiKey | None) -> KeyUser | None:
-        return KeyUser(-_STORED_KEYS - row.pk, row.key_hash, row.user) if row is not None else None
+        return KeyUser(-_FIRST_STORED_KEY_ID - row.pk, row.key_hash, row.user) if row is not None else None
 
 
 _CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"sec-fetch-site", b"x-csrftoken"})
@@ -120,7 +120,7 @@ class NoSuchSession(WrongKey):
     code = NotAuthenticated.code
 
 
-def _nothing(_: HttpRequest) -> HttpResponse:
+def _empty_response(_: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
@@ -131,9 +131,9 @@ def csrf_problem(request: HttpRequest) -> str:
     """
     if _is_same_origin(request):
         return ""
-    check = CSRFCheck(_nothing)
+    check = CSRFCheck(_empty_response)
     check.process_request(request)
-    return str(check.process_view(request, _nothing, (), {}) or "")
+    return str(check.process_view(request, _empty_response, (), {}) or "")
 
 
 def _is_same_origin(request: HttpRequest) -> bool:
@@ -181,7 +181,7 @@ class PrincipalMiddleware:
         principal = anonymous_if_newcomer(await principal_of_socket(scope))
         offered = principals.offered_credential(principals.credential_headers(scope))
         if offered and not principal.is_authenticated:
-            await throttle.api_keys().noted(principals.WrongKey(), wire.client_of(scope))
+            await throttle.api_keys().note_in_thread(principals.WrongKey(), wire.client_of(scope))
         entries = {
             "principal": principal,
             "current_principal": lambda: current_principal(scope),

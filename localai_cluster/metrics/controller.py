@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from localai_cluster.kit import clock
-from localai_cluster.metrics.kinds import WORK, counter, gauge, seconds
+from localai_cluster.metrics.kinds import WORK_BUCKETS, counter, gauge, seconds
 
 ATTEMPTS = counter(
     "attempts",
@@ -14,25 +14,27 @@ ATTEMPTS = counter(
     "kind",
     "outcome",
 )
-ATTEMPT_SECONDS = seconds("attempt_duration_seconds", "Duration of an attempt.", "kind", buckets=WORK)
-RUNNING = gauge("attempts_running", "Attempts that this controller carries out now.", "queue")
+ATTEMPT_SECONDS = seconds("attempt_duration_seconds", "Duration of an attempt.", "kind", buckets=WORK_BUCKETS)
+ATTEMPTS_RUNNING = gauge("attempts_running", "Attempts that this controller carries out now.", "queue")
 COMMANDS = counter("commands", "Questions and commands to workers over the bus.", "command", "outcome")
-COMMAND_SECONDS = seconds("command_duration_seconds", "How long the answer took.", "command", buckets=WORK)
+COMMAND_SECONDS = seconds(
+    "command_duration_seconds", "How long the answer took.", "command", buckets=WORK_BUCKETS
+)
 BUS_CONNECTED = gauge("bus_connected", "1 while this controller is connected to the message bus.")
-FIGURES = (ATTEMPTS, ATTEMPT_SECONDS, RUNNING, COMMANDS, COMMAND_SECONDS, BUS_CONNECTED)
+FIGURES = (ATTEMPTS, ATTEMPT_SECONDS, ATTEMPTS_RUNNING, COMMANDS, COMMAND_SECONDS, BUS_CONNECTED)
 
-UNRECORDED = "unrecorded"
+UNRECORDED_OUTCOME = "unrecorded"
 
 
 @dataclass
 class AttemptResult:
-    """Outcome of an attempt; `UNRECORDED` until the outcome is written to the database."""
+    """Outcome of an attempt; `UNRECORDED_OUTCOME` until the outcome is written to the database."""
 
-    outcome: str = UNRECORDED
+    outcome: str = UNRECORDED_OUTCOME
 
 
 @contextmanager
-def attempt(kind: str) -> Iterator[AttemptResult]:
+def count_attempt(kind: str) -> Iterator[AttemptResult]:
     """Count the block as one attempt. The block sets `outcome` on the yielded object."""
     started_at, result = clock.monotonic(), AttemptResult()
     try:

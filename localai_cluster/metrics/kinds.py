@@ -11,9 +11,28 @@ import os
 from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, values
 
 PREFIX = "localai_cluster_"
-REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+REQUEST_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+)
 """Histogram buckets in seconds for requests: from a warm response to a cold load."""
-WORK = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)
+WORK_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)
 """Histogram buckets in seconds for work: from one query to an install of many gigabytes."""
 
 SHARED_FOLDER = os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from localai_cluster.kit import clock
-from localai_cluster.metrics.kinds import WORK, counter, seconds
+from localai_cluster.metrics.kinds import WORK_BUCKETS, counter, seconds
 
 PASSES = counter("passes", "Passes that have ended, by name and outcome (`ok`, `failed`).", "name", "outcome")
-PASS_SECONDS = seconds("pass_duration_seconds", "How long a pass took.", "name", buckets=WORK)
+PASS_SECONDS = seconds("pass_duration_seconds", "How long a pass took.", "name", buckets=WORK_BUCKETS)
 FIGURES = (PASSES, PASS_SECONDS)
 
 

@@ -49,7 +49,7 @@ class Build(Collector):
         return [family]
 
 
-class _Shared(Collector):
+class _SharedCollector(Collector):
     """Collector of the sums over several web processes.
 
     The library's files also hold metrics of other kinds of processes; those are omitted.
@@ -71,7 +71,7 @@ def registry(process: str) -> CollectorRegistry:
     metrics_registry = CollectorRegistry()
     metrics_registry.register(Build(process))
     if SHARED_FOLDER:
-        metrics_registry.register(_Shared(FIGURES[process]))
+        metrics_registry.register(_SharedCollector(FIGURES[process]))
         return metrics_registry
     ProcessCollector(registry=metrics_registry)
     for figure in FIGURES[process]:
@@ -79,7 +79,7 @@ def registry(process: str) -> CollectorRegistry:
     return metrics_registry
 
 
-class _Families(Collector):
+class _FixedCollector(Collector):
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
@@ -94,4 +94,4 @@ def text(process: str, additional: Sequence[Metric] = ()) -> bytes:
     With the process "" only the additional metrics are returned.
     """
     own = generate_latest(registry(process)) if process else b""
-    return own + generate_latest(_Families(additional))
+    return own + generate_latest(_FixedCollector(additional))

@@ -18,7 +18,7 @@ from google.protobuf import json_format
 from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import parse
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost, Refused, translate
+from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost, Refused, translate_status
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from localai_cluster.rpc.messages import (
     DetokenizeRequest,
@@ -40,13 +40,13 @@ from localai_cluster.rpc.messages import (
     TranscriptStreamResponse,
     TTSRequest,
 )
-from localai_cluster.rpc.stream_client import MESSAGE_LIMIT, StreamChannel
+from localai_cluster.rpc.stream_client import MAX_MESSAGE_BYTES, StreamChannel
 
 # The in-flight count rises when a replica is picked and falls when the response is complete (R2.74). So a
 # tracked method may be called only through a client that the pool of the inference gateway provides
 # (`ClientPool`); any other client lacks it. A method in neither set cannot be called at all, so adding a
 # method means choosing its set.
-TRACKED = frozenset(
+TRACKED_METHODS = frozenset(
     {
         *("Predict", "PredictStream", "Embedding", "GenerateImage", "UpscaleImage", "GenerateVideo"),
         *("Generate3D", "TTS", "TTSStream", "SoundGeneration", "AudioTranscription"),
@@ -55,7 +55,7 @@ TRACKED = frozenset(
         *("SoundDetection", "AudioEncode", "AudioDecode", "AudioTransform"),
     }
 )
-UNTRACKED = frozenset(
+UNTRACKED_METHODS = frozenset(
     {
         *("Health", "LoadModel", "Status", "Free", "TokenizeString", "Detokenize", "GetMetrics"),
         *("ModelMetadata", "StoresSet", "StoresDelete", "StoresGet", "StoresFind"),
@@ -63,15 +63,15 @@ UNTRACKED = frozenset(
 )
 
 
-HEALTHY = b"OK"
+HEALTHY_MESSAGE = b"OK"
 HTTP2, GRPC = "http2", "grpc"
 """Implementations of the calls for text and vectors: ours (`stream_client.py`), and `grpc.aio`."""
 # Seconds that running calls on a replaced channel may still take.
-DRAIN_SECONDS = 600.0
+CLOSE_GRACE_SECONDS = 600.0
 
-_OPTIONS = (
-    ("grpc.max_send_message_length", MESSAGE_LIMIT),
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Without it two channels to one address share the connection and its backoff, so replacing a channel
     # after a refused connection would not bring a fresh attempt.
     ("grpc.use_local_subchannel_pool", 1),
@@ -93,7 +93,7 @@ class BackendClient:
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is not `host:port` raises
     Refused, because gRPC would interpret a scheme in it. Only a client with `counted` has the methods that
-    serve a user's request (`TRACKED`). `stream_client` selects the implementation of `predict`,
+    serve a user's request (`TRACKED_METHODS`). `stream_client` selects the implementation of `predict`,
     `predict_stream` and `embedding`.
     """
 
@@ -106,14 +106,14 @@ class BackendClient:
             raise Refused(f"the engine's address {error}") from None
         self._target = engine.target
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._methods = UNTRACKED | TRACKED if counted else UNTRACKED
+        self._methods = UNTRACKED_METHODS | TRACKED_METHODS if counted else UNTRACKED_METHODS
         has_streams = counted and stream_client == HTTP2
         self._streams = StreamChannel(engine, self._metadata) if has_streams else None
         self._retired: set[asyncio.Task[None]] = set()
         self._open()
 
     def _open(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
         self._stub = BackendStub(self._channel)
         for name in vars(self._stub).keys() - self._methods:
             delattr(self._stub, name)
@@ -121,7 +121,7 @@ class BackendClient:
     async def health(self, timeout: float) -> bool:
         """Return True if the engine reports that it is ready."""
         reply = await self._unary(self._stub.Health(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
-        return reply.message == HEALTHY
+        return reply.message == HEALTHY_MESSAGE
 
     async def load_model(self, options: ModelOptions, timeout: float) -> Result:
         """Load a model. If the engine refuses, return a Result with `success` False."""
@@ -212,7 +212,7 @@ class BackendClient:
         except grpc.aio.AioRpcError as error:
             raise self._translate_error(error, channel, call) from error
         except asyncio.CancelledError:
-            _raise_unless_cancelled(Lost(_CLOSED))
+            _raise_unless_cancelled(Lost(_CLOSED_MESSAGE))
             raise
 
     def _translate_error(
@@ -222,7 +222,7 @@ class BackendClient:
         if code is grpc.StatusCode.CANCELLED and _is_overdue(call):
             # The engine knows the deadline, and may cancel the call a moment before the library's timer.
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-        translated = translate(code, error.details() or "")
+        translated = translate_status(code, error.details() or "")
         # A refused channel is in backoff and fails without dialling, and a broken one may break the next call
         # too; a process that starts at this address right afterwards must be reached at once.
         # Only the first of many callers replaces the channel.
@@ -233,7 +233,7 @@ class BackendClient:
 
     def _retire(self, channel: grpc.aio.Channel) -> None:
         # A stopping engine refuses new connections while it still answers calls on the old one.
-        task = asyncio.get_running_loop().create_task(channel.close(grace=DRAIN_SECONDS))
+        task = asyncio.get_running_loop().create_task(channel.close(grace=CLOSE_GRACE_SECONDS))
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
 
@@ -275,7 +275,7 @@ class Replies(Generic[Piece]):
         except grpc.aio.AioRpcError as error:
             raise self._translate_error(error, self._channel, self._call) from error
         except asyncio.CancelledError:
-            _raise_unless_cancelled(self._expired or Lost(_CLOSED))
+            _raise_unless_cancelled(self._expired or Lost(_CLOSED_MESSAGE))
             raise
         finally:
             timer.close()
@@ -303,7 +303,7 @@ def _is_overdue(call: Any) -> bool:
     return isinstance(call, grpc.aio.Call) and call.time_remaining() == 0
 
 
-_CLOSED = "the connection to the engine was closed"
+_CLOSED_MESSAGE = "the connection to the engine was closed"
 
 
 def _raise_unless_cancelled(error: BackendError) -> None:
@@ -363,7 +363,7 @@ class ClientPool:
         """Remove the client of an address and close it; its running calls may end."""
         client = self._clients.pop((address, token), None)
         if client is not None:
-            task = asyncio.get_running_loop().create_task(client.close(DRAIN_SECONDS))
+            task = asyncio.get_running_loop().create_task(client.close(CLOSE_GRACE_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 

@@ -5,7 +5,7 @@ of the event loop. A `StreamCall` has the part of `grpc.aio.UnaryStreamCall` tha
 raises its errors; a `WholeCall` is awaited, as `grpc.aio.UnaryUnaryCall` is.
 
 A call holds at most `http2.STREAM_WINDOW` bytes that its reader has not taken. Only while the reader waits
-for a longer message does it hold more, at most `MESSAGE_LIMIT`.
+for a longer message does it hold more, at most `MAX_MESSAGE_BYTES`.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import Address
 from localai_cluster.rpc import http2
 
-SERVICE = "/backend.Backend/"
-MESSAGE_LIMIT = 50 * 1024 * 1024
-CONNECT_SECONDS = 20.0
+SERVICE_PATH = "/backend.Backend/"
+MAX_MESSAGE_BYTES = 50 * 1024 * 1024
+CONNECT_TIMEOUT_SECONDS = 20.0
 """Seconds until the engine's SETTINGS must have arrived on a new connection, as in gRPC."""
-_PREFIX = struct.Struct(">BI")
+_MESSAGE_PREFIX_STRUCT = struct.Struct(">BI")
 _MAX_TIMEOUT = 10**8 - 1
 """Maximum value of `grpc-timeout`, which has at most eight digits."""
-_STATUSES = {str(status.value[0]): status for status in StatusCode}
-_BY_HTTP_STATUS = {
+_STATUS_BY_CODE = {str(status.value[0]): status for status in StatusCode}
+_STATUS_BY_HTTP_STATUS = {
     **{"400": StatusCode.INTERNAL, "401": StatusCode.UNAUTHENTICATED, "403": StatusCode.PERMISSION_DENIED},
     **{"404": StatusCode.UNIMPLEMENTED, "429": StatusCode.UNAVAILABLE, "502": StatusCode.UNAVAILABLE},
     **{"503": StatusCode.UNAVAILABLE, "504": StatusCode.UNAVAILABLE},
 }
-_BY_RESET = {
+_STATUS_BY_RESET_CODE = {
     http2.REFUSED_STREAM: StatusCode.UNAVAILABLE,
     http2.CANCEL: StatusCode.CANCELLED,
     http2.ENHANCE_YOUR_CALM: StatusCode.RESOURCE_EXHAUSTED,
@@ -64,7 +64,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self.method = method
         self._channel = channel
         self._parse_message = parse
-        self._request = _PREFIX.pack(0, len(request)) + request
+        self._request = _MESSAGE_PREFIX_STRUCT.pack(0, len(request)) + request
         self._timeout = timeout
         self._expiry = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -80,9 +80,9 @@ class StreamCall(http2.Stream, Generic[Response]):
     async def __anext__(self) -> Response:
         """Return the next message; wait only if no message has arrived."""
         while True:
-            buffer, begin = self._buffer, self._begin + _PREFIX.size
+            buffer, begin = self._buffer, self._begin + _MESSAGE_PREFIX_STRUCT.size
             if len(buffer) >= begin:
-                is_compressed, length = _PREFIX.unpack_from(buffer, self._begin)
+                is_compressed, length = _MESSAGE_PREFIX_STRUCT.unpack_from(buffer, self._begin)
                 if len(buffer) >= begin + length and not is_compressed:
                     self._begin = begin + length
                     return self._parse(bytes(buffer[begin : self._begin]))
@@ -101,8 +101,8 @@ class StreamCall(http2.Stream, Generic[Response]):
     def _check_prefix(self, is_compressed: int, length: int) -> None:
         if is_compressed:
             self._abort(StatusCode.INTERNAL, "a message is compressed, which was not offered")
-        elif length > MESSAGE_LIMIT:
-            text = f"Received message larger than max ({length} vs. {MESSAGE_LIMIT})"
+        elif length > MAX_MESSAGE_BYTES:
+            text = f"Received message larger than max ({length} vs. {MAX_MESSAGE_BYTES})"
             self._abort(StatusCode.RESOURCE_EXHAUSTED, text)
 
     def _raise_end(self, status: StatusCode, details: str) -> NoReturn:
@@ -131,9 +131,9 @@ class StreamCall(http2.Stream, Generic[Response]):
 
     def _start(self) -> None:
         self._has_begun = True
-        size = len(self._request) - _PREFIX.size
-        if size > MESSAGE_LIMIT:
-            text = f"Sent message larger than max ({size} vs. {MESSAGE_LIMIT})"
+        size = len(self._request) - _MESSAGE_PREFIX_STRUCT.size
+        if size > MAX_MESSAGE_BYTES:
+            text = f"Sent message larger than max ({size} vs. {MAX_MESSAGE_BYTES})"
             return self.finish(StatusCode.RESOURCE_EXHAUSTED, text)
         if self._timeout is not None:
             self._expiry = clock.monotonic() + self._timeout
@@ -147,7 +147,7 @@ class StreamCall(http2.Stream, Generic[Response]):
             limit = max(math.ceil(self._timeout * 1000), 1)
             is_short = limit <= _MAX_TIMEOUT
             text = f"{limit}m" if is_short else f"{min(limit // 1000, _MAX_TIMEOUT)}S"
-            headers += http2.encode_short("grpc-timeout", text)
+            headers += http2.encode_short_header("grpc-timeout", text)
         connection.open(self, headers, self._request)
 
     def move(self) -> None:
@@ -181,7 +181,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         """End the call with the status that gRPC defines for such an end."""
         status = StatusCode.UNAVAILABLE if is_lost else StatusCode.INTERNAL
         if reset is not None:
-            status = _BY_RESET.get(reset, status)
+            status = _STATUS_BY_RESET_CODE.get(reset, status)
         if reset == http2.CANCEL and clock.monotonic() >= self._expiry:
             # The engine knows the deadline, and may have been a moment earlier than the timer.
             status = StatusCode.DEADLINE_EXCEEDED
@@ -242,10 +242,10 @@ class WholeCall(StreamCall[Response]):
 def _final_status(headers: Mapping[str, str], http_status: str) -> tuple[StatusCode, str]:
     if (number := headers.get("grpc-status")) is not None:
         details = unquote_to_bytes(headers.get("grpc-message", "").encode("latin-1")).decode(errors="replace")
-        return _STATUSES.get(number, StatusCode.UNKNOWN), details
+        return _STATUS_BY_CODE.get(number, StatusCode.UNKNOWN), details
     if http_status == "200":
         return StatusCode.UNKNOWN, "the engine's answer is not gRPC: it lacks the status or the content type"
-    status = _BY_HTTP_STATUS.get(http_status, StatusCode.UNKNOWN)
+    status = _STATUS_BY_HTTP_STATUS.get(http_status, StatusCode.UNKNOWN)
     return status, f"Received http2 header with status: {http_status[:20]}"
 
 
@@ -264,7 +264,7 @@ class StreamChannel:
         """Set once no call is left; None while the channel is open."""
         headers = {"te": "trailers", "content-type": "application/grpc", "user-agent": "localai-cluster"}
         headers["grpc-accept-encoding"] = "identity"
-        self._common_headers = http2.encode([*headers.items(), *metadata])
+        self._common_headers = http2.encode_headers([*headers.items(), *metadata])
         self._headers: dict[str, bytes] = {}
         """The encoded headers of each method."""
 
@@ -307,22 +307,22 @@ class StreamChannel:
             self._dial = asyncio.get_running_loop().create_task(self._connect())
 
     def _encode_headers(self, method: str) -> bytes:
-        pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE + method}
+        pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE_PATH + method}
         pseudo[":authority"] = str(self._address)
-        self._headers[method] = http2.encode(pseudo.items()) + self._common_headers
+        self._headers[method] = http2.encode_headers(pseudo.items()) + self._common_headers
         return self._headers[method]
 
     async def _connect(self) -> None:
         connection = http2.Connection(self)
         self._connections.add(connection)
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
                 loop, host, port = asyncio.get_running_loop(), self._address.host, self._address.port
                 await loop.create_connection(lambda: connection, host, port)
                 await connection.ready.wait()
             reason = connection.failure
         except OSError as error:
-            reason = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
+            reason = str(error) or f"no answer within {CONNECT_TIMEOUT_SECONDS:.0f} s"
         finally:
             self._dial = None
         if reason:

@@ -26,11 +26,11 @@ from localai_cluster.web.wire import Receive
 
 FIRST_PART_BYTES = 16 * 1024
 """Bytes of a body that are read before its sender is authenticated."""
-MAX_HELD = 256 * 1024 * 1024
+MAX_HELD_BYTES = 256 * 1024 * 1024
 """Maximum bytes of all bodies that one process holds while they arrive."""
 _DISCARD_SECONDS = 5.0
 """Seconds during which the rest of a body is read and dropped after the response."""
-_MAX_DISCARDED = 16 * 1024 * 1024
+_MAX_DISCARDED_BYTES = 16 * 1024 * 1024
 
 
 def too_many_bodies() -> Unavailable:
@@ -64,7 +64,7 @@ class Budget:
         return self.held > self.limit
 
 
-shared_budget = Budget(MAX_HELD)
+shared_budget = Budget(MAX_HELD_BYTES)
 """The budget of this web process."""
 
 
@@ -176,7 +176,7 @@ class Body:
 
     async def _discard(self) -> None:
         discarded = 0
-        while not self.is_complete and discarded < _MAX_DISCARDED:
+        while not self.is_complete and discarded < _MAX_DISCARDED_BYTES:
             discarded += len((await self.receive()).get("body", b""))
 
 
@@ -186,7 +186,7 @@ _BYTES_ABOVE_LIMIT = 64 * 1024
 """Bytes above the limit that are passed on, so that the route itself refuses the body."""
 ADMITTED_BYTES = 64 * 1024
 """Bytes of a body that are always admitted, because Django reads the body before it knows the caller."""
-MAX_HELD_BY_DJANGO = 64 * 1024 * 1024
+MAX_HELD_BYTES_BY_DJANGO = 64 * 1024 * 1024
 """Maximum bytes of all larger bodies of one process together."""
 
 
@@ -199,7 +199,7 @@ class BoundedBody:
 
     def __init__(self, application: Any, larger: Mapping[str, int]) -> None:
         self._application, self._larger = application, larger
-        self._budget = Budget(MAX_HELD_BY_DJANGO)
+        self._budget = Budget(MAX_HELD_BYTES_BY_DJANGO)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the request on with a bounded body."""
@@ -242,11 +242,11 @@ class Utf8Only:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the request on without a character set."""
-        headers = [(name, _plain(name, value)) for name, value in scope["headers"]]
+        headers = [(name, _without_charset(name, value)) for name, value in scope["headers"]]
         await self._application({**scope, "headers": headers}, receive, send)
 
 
-def _plain(name: bytes, value: bytes) -> bytes:
+def _without_charset(name: bytes, value: bytes) -> bytes:
     if name.lower() != b"content-type":
         return value
     kind, *parameters = value.split(b";")
@@ -255,7 +255,7 @@ def _plain(name: bytes, value: bytes) -> bytes:
 
 
 FORM_TYPE = "multipart/form-data"
-WRITE_SIZE = 1024 * 1024
+SPOOL_WRITE_BYTES = 1024 * 1024
 """Bytes of one write to the spool file."""
 
 
@@ -291,13 +291,13 @@ async def read_form(receive: Receive, kind: str, limit: int, too_large: ClusterE
         raise InvalidInput(f"the body must be {FORM_TYPE}")
     try:
         with tempfile.TemporaryFile() as body:
-            size = await _spool(receive, body, limit, too_large)
-            return await asyncio.to_thread(_parse, body, kind, size)
+            size = await _spool_body(receive, body, limit, too_large)
+            return await asyncio.to_thread(_parse_form, body, kind, size)
     except OSError as error:
         raise Unavailable(f"the form cannot be kept: {error.strerror}") from error
 
 
-async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:
+async def _spool_body(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:
     buffer, size, has_more = bytearray(), 0, True
     while has_more:
         message = await receive()
@@ -309,7 +309,7 @@ async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: Clust
             raise too_large
         buffer += part
         has_more = message.get("more_body", False)
-        if len(buffer) >= WRITE_SIZE or not has_more:
+        if len(buffer) >= SPOOL_WRITE_BYTES or not has_more:
             await asyncio.to_thread(body.write, bytes(buffer))
             buffer.clear()
     return size
@@ -333,18 +333,22 @@ class _UnnamedFileHandler(FileUploadHandler):
         return UploadedFile(self.file, name=self.file_name, size=file_size)
 
 
-def _parse(body: IO[bytes], kind: str, size: int) -> Form:
+def _parse_form(body: IO[bytes], kind: str, size: int) -> Form:
     body.seek(0)
-    # Latin-1 decodes any bytes; `_decode` then refuses invalid UTF-8, which Django would replace.
+    # Latin-1 decodes any bytes; `_decode_utf8` then refuses invalid UTF-8, which Django would replace.
     meta = {"CONTENT_TYPE": kind, "CONTENT_LENGTH": str(size)}
     try:
         fields, files = MultiPartParser(meta, cast(Any, body), [_UnnamedFileHandler()], "latin-1").parse()
     except (MultiPartParserError, SuspiciousOperation, ValueError) as error:
         raise InvalidInput(f"the body is not a form that can be read: {error}") from error
-    form = Form(files={_decode(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})
+    form = Form(
+        files={_decode_utf8(name, "name of a file"): _to_upload(cast(Any, files[name])) for name in files}
+    )
     try:
         texts = {
-            _decode(name, "name of a field"): [_decode(value, name) for value in fields.getlist(name)]
+            _decode_utf8(name, "name of a field"): [
+                _decode_utf8(value, name) for value in fields.getlist(name)
+            ]
             for name in fields
         }
     except InvalidInput:
@@ -353,12 +357,12 @@ def _parse(body: IO[bytes], kind: str, size: int) -> Form:
     return Form(texts, form.files)
 
 
-def _upload(uploaded: "UploadedFile[Any]") -> Upload:
+def _to_upload(uploaded: "UploadedFile[Any]") -> Upload:
     assert uploaded.file is not None
     return Upload(uploaded.name or "", uploaded.size or 0, uploaded.file)
 
 
-def _decode(raw: str, field: str) -> str:
+def _decode_utf8(raw: str, field: str) -> str:
     try:
         return raw.encode("latin-1").decode()
     except UnicodeError:

@@ -18,7 +18,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView, set_rollback
 
 from localai_cluster.kit import disk, errors, names, outage
-from localai_cluster.web.wire import MALFORMED
+from localai_cluster.web.wire import MALFORMED_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -76,42 +76,44 @@ def translate_error(exc: Exception) -> errors.ClusterError | None:
     if isinstance(exc, errors.ClusterError):
         return exc
     if isinstance(exc, exceptions.APIException):
-        return _of_framework(exc)
+        return _translate_drf_error(exc)
     if isinstance(exc, IntegrityError):
         # Two callers wrote rows that exclude each other, in a case that the code does not handle.
         log.exception("a constraint refused a write")
         return errors.Conflict("changed by another request at the same time; try again")
     if outage.is_disk_full(exc):
         return errors.Unavailable("the database cannot write: its disk is full")
-    return next((make() for kind, make in _OTHER_ERRORS if isinstance(exc, kind)), None)
+    return next((make() for kind, make in _ERROR_FACTORY_BY_TYPE if isinstance(exc, kind)), None)
 
 
-def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
+def _translate_drf_error(exc: exceptions.APIException) -> errors.ClusterError:
     if isinstance(exc, exceptions.ValidationError):
         # It may quote a key of the body, whose unprintable characters cannot be sent back.
-        return errors.InvalidInput(names.to_single_line(field_message(exc.detail)), field=_field(exc.detail))
+        return errors.InvalidInput(
+            names.to_single_line(field_message(exc.detail)), field=_first_field(exc.detail)
+        )
     if isinstance(exc, exceptions.UnsupportedMediaType | exceptions.ParseError):
-        return errors.InvalidInput(MALFORMED)
-    return _with_status(exc.status_code, str(exc.detail))
+        return errors.InvalidInput(MALFORMED_MESSAGE)
+    return _make_error(exc.status_code, str(exc.detail))
 
 
-_OTHER_ERRORS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] = (
+_ERROR_FACTORY_BY_TYPE: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] = (
     (Http404, errors.NotFound),
     (PermissionDenied, errors.Forbidden),
-    (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),
+    (RequestDataTooBig, lambda: _make_error(413, "the request body is too large")),
     (SuspiciousOperation, errors.InvalidInput),
     (OperationalError, lambda: errors.Unavailable(disk.with_disk_full_hint("the database is unavailable"))),
     (InterfaceError, lambda: errors.Unavailable(disk.with_disk_full_hint("the database is unavailable"))),
 )
 
 
-def _field(detail: Any) -> str | None:
+def _first_field(detail: Any) -> str | None:
     """Return the field that `field_message` names; None if the error concerns the whole body."""
     key = next(iter(detail), None) if isinstance(detail, Mapping) else None
     return None if key in (None, "non_field_errors") else names.to_single_line(str(key))
 
 
-def _with_status(status: int, message: str) -> errors.ClusterError:
+def _make_error(status: int, message: str) -> errors.ClusterError:
     error = errors.ClusterError(message)
     error.status = status
     return error
@@ -139,7 +141,7 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
     if is_auth_error and not getattr(view, "flat_auth", False):
         # A page must distinguish this error from others with the same status: its code is a word (§0.4).
         code = error.code if error.code_on_wire else error.status
-        return nested_error(code, error.message, _REFUSALS[error.status])
+        return nested_error(code, error.message, _ERROR_TYPE_BY_STATUS[error.status])
     if getattr(view, "envelope", "nested") == "flat":
         return flat_error(error.message, error.field) | {
             key: error.data[key] for key in _FLAT_KEYS if key in error.data
@@ -152,7 +154,7 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
 
 _FLAT_KEYS = ("code", "meta_alternative", "last_replicas", "revision", "line", "column", "refusals")
 """Keys of an error's data that the flat envelope includes."""
-_REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
+_ERROR_TYPE_BY_STATUS = {401: "invalid_request_error", 403: "authorization_error"}
 
 
 def not_found(request: HttpRequest, exception: Exception) -> JsonResponse:

@@ -43,13 +43,13 @@ from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
 from django.views.decorators.http import require_safe
 
 from localai_cluster.web import envelopes, wire
-from localai_cluster.web.policy import CSP, policy
+from localai_cluster.web.policy import CSP_HEADER, content_security_policy
 
 log = logging.getLogger(__name__)
 
-ENTRY = "src/main.tsx"
+ENTRY_MODULE = "src/main.tsx"
 """Entry point of the page, as the manifest names it."""
-PAGES = {
+CODE_BY_PATH = {
     "overview": "src/overview/page.tsx",
     "nodes": "src/nodes/list/page.tsx",
     "nodes/*": "src/nodes/detail/page.tsx",
@@ -67,7 +67,7 @@ PAGES = {
 
 It is a hint: the page itself loads the code of a path that is missing here.
 """
-_ID_DIGITS = 16
+_BUILD_ID_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PageBuild:
     styles: tuple[str, ...]
     preloads: tuple[str, ...]
     pages: Mapping[str, tuple[str, ...]]
-    """The scripts of each of `PAGES` beside those."""
+    """The scripts of each of `CODE_BY_PATH` beside those."""
 
     def preloads_of(self, path: str) -> tuple[str, ...]:
         """Return the scripts that a path below `/app/` needs at once."""
@@ -110,15 +110,15 @@ def build_id() -> str:
 def _read_manifest(manifest: Path, changed_at: int, size: int) -> PageBuild:
     raw = manifest.read_bytes()
     chunks = json.loads(raw)
-    visited = {ENTRY}
-    needed = [chunks[ENTRY], *(chunks[key] for key in _imports(chunks, ENTRY, visited))]
+    visited = {ENTRY_MODULE}
+    needed = [chunks[ENTRY_MODULE], *(chunks[key] for key in _static_imports(chunks, ENTRY_MODULE, visited))]
     pages = {
-        path: tuple(str(chunks[one]["file"]) for one in (key, *_imports(chunks, key, {key, *visited})))
-        for path, key in PAGES.items()
+        path: tuple(str(chunks[one]["file"]) for one in (key, *_static_imports(chunks, key, {key, *visited})))
+        for path, key in CODE_BY_PATH.items()
         if key in chunks
     }
     return PageBuild(
-        id=hashlib.sha256(raw).hexdigest()[:_ID_DIGITS],
+        id=hashlib.sha256(raw).hexdigest()[:_BUILD_ID_DIGITS],
         script=str(needed[0]["file"]),
         styles=tuple(dict.fromkeys(str(style) for chunk in needed for style in chunk.get("css", ()))),
         preloads=tuple(str(chunk["file"]) for chunk in needed[1:]),
@@ -126,17 +126,17 @@ def _read_manifest(manifest: Path, changed_at: int, size: int) -> PageBuild:
     )
 
 
-def _imports(chunks: dict[str, Any], key: str, visited: set[str]) -> Iterator[str]:
+def _static_imports(chunks: dict[str, Any], key: str, visited: set[str]) -> Iterator[str]:
     """Yield the static imports of `key`, recursively, each chunk once; `visited` collects them."""
     for name in chunks[key].get("imports", ()):
         if name not in visited:
             visited.add(name)
             yield name
-            yield from _imports(chunks, name, visited)
+            yield from _static_imports(chunks, name, visited)
 
 
-_NOT_FOR_PEOPLE = ("/api/", "/v1/", "/ws/", "/static/", "/assets/", "/locales/", "/admin/")
-_NOT_BUILT = """<!doctype html>
+_API_PATH_PREFIXES = ("/api/", "/v1/", "/ws/", "/static/", "/assets/", "/locales/", "/admin/")
+_NOT_BUILT_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>LocalAI Cluster</title></head>
 <body><h1>The page is not built</h1>
 <p>Run <code>make ui</code> on the server, then load this page again. <code>make run</code> does it too.</p>
@@ -148,7 +148,7 @@ _NOT_BUILT = """<!doctype html>
 @require_safe
 def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
     """Return the page; 503 with the build command while it is not built."""
-    return _page(request, 200, path)
+    return _render_page(request, 200, path)
 
 
 @csrf_exempt
@@ -164,15 +164,15 @@ def root(request: HttpRequest) -> HttpResponseBase:
 
 
 @ensure_csrf_cookie
-def _page(request: HttpRequest, status: int, path: str = "") -> HttpResponseBase:
+def _render_page(request: HttpRequest, status: int, path: str = "") -> HttpResponseBase:
     build, nonce = current_build(), secrets.token_urlsafe(16)
     if build is None:
-        response = HttpResponse(_NOT_BUILT, status=503)
+        response = HttpResponse(_NOT_BUILT_PAGE, status=503)
     else:
         shown = {"build": build, "preloads": build.preloads_of(path), "nonce": nonce}
         response = render(request, "app.html", shown, status=status)
     response["Cache-Control"] = "no-cache"
-    response[CSP] = policy(styles=nonce)
+    response[CSP_HEADER] = content_security_policy(styles=nonce)
     return response
 
 
@@ -183,21 +183,23 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
         is_navigation
         and current_build()
         and request.content_type != "application/json"
-        and not f"{request.path}/".startswith(_NOT_FOR_PEOPLE)
+        and not f"{request.path}/".startswith(_API_PATH_PREFIXES)
     ):
-        return _page(request, 404)
+        return _render_page(request, 404)
     return envelopes.not_found(request, exception)
 
 
-_ASSET = re.compile(r"/static/ui/assets/(\w[\w.-]*)", re.ASCII)
+_ASSET_PATH_PATTERN = re.compile(r"/static/ui/assets/(\w[\w.-]*)", re.ASCII)
 """The path of a file with a hashed name."""
-_READING = ("GET", "HEAD")
+_READING_METHODS = ("GET", "HEAD")
 _ASSET_HEADERS = (
     (b"cache-control", b"public, max-age=31536000, immutable"),
     (b"vary", b"Accept-Encoding"),
     (b"x-content-type-options", b"nosniff"),
 )
-_GZIP = re.compile(r"(^|,)\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*(,|$))[\d.]+\s*)?(,|$)", re.IGNORECASE)
+_ACCEPTS_GZIP_PATTERN = re.compile(
+    r"(^|,)\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*(,|$))[\d.]+\s*)?(,|$)", re.IGNORECASE
+)
 
 
 class StaticFiles(ASGIStaticFilesHandler):
@@ -208,7 +210,7 @@ class StaticFiles(ASGIStaticFilesHandler):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
-        found = _ASSET.fullmatch(scope["path"]) if scope["method"] in _READING else None
+        found = _ASSET_PATH_PATTERN.fullmatch(scope["path"]) if scope["method"] in _READING_METHODS else None
         asset = _read_asset(found[1], scope["headers"]) if found else None
         if asset is None:
             await super().__call__(scope, receive, send)
@@ -223,8 +225,8 @@ class StaticFiles(ASGIStaticFilesHandler):
 
     def serve(self, request: HttpRequest) -> HttpResponse | FileResponse:
         """Return the file, or 405 for a method other than GET and HEAD; raise only Http404."""
-        if request.method not in _READING:
-            return HttpResponseNotAllowed(_READING)
+        if request.method not in _READING_METHODS:
+            return HttpResponseNotAllowed(_READING_METHODS)
         try:
             return serve(request, posixpath.normpath(self.file_path(request.path)), insecure=True)
         except (SuspiciousOperation, ValueError) as error:
@@ -247,4 +249,4 @@ def _read_asset(name: str, headers: Iterable[wire.Header]) -> wire.Answer | None
 
 def accepts_gzip(header: str) -> bool:
     """Return True if this `Accept-Encoding` admits gzip."""
-    return bool(_GZIP.search(header))
+    return bool(_ACCEPTS_GZIP_PATTERN.search(header))

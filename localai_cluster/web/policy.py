@@ -9,12 +9,12 @@ from django.contrib.sessions.middleware import SessionMiddleware
 from django.http import HttpRequest, HttpResponse
 from django.middleware.security import SecurityMiddleware
 
-CSP = "Content-Security-Policy"
-_SECURE = "secure"
+CSP_HEADER = "Content-Security-Policy"
+_SECURE_SESSION_KEY = "secure"
 """Session key: True if the session began on a page that was loaded by https."""
 
 
-def policy(*, scripts: str = "", styles: str = "") -> str:
+def content_security_policy(*, scripts: str = "", styles: str = "") -> str:
     """Return a policy that allows files of this host, and inline code with these nonces."""
     return (
         f"default-src 'none'; script-src 'self'{_nonce(scripts)}; style-src 'self'{_nonce(styles)}; "
@@ -38,7 +38,7 @@ class SafeAnswers(SecurityMiddleware):
         result = super().process_response(request, response)
         result.headers.setdefault("Cache-Control", "private, no-store")
         if result.headers.get("Content-Type", "").startswith("text/html"):
-            result.headers.setdefault(CSP, policy())
+            result.headers.setdefault(CSP_HEADER, content_security_policy())
         return result
 
 
@@ -55,9 +55,9 @@ class Sessions(SessionMiddleware):
         session = request.session
         origin = request.headers.get("origin", "")
         if session.modified and not session.is_empty() and origin.startswith("https://"):
-            session[_SECURE] = True
+            session[_SECURE_SESSION_KEY] = True
         result = super().process_response(request, response)
         cookie = result.cookies.get(settings.SESSION_COOKIE_NAME)
-        if cookie is not None and session.get(_SECURE):
+        if cookie is not None and session.get(_SECURE_SESSION_KEY):
             cookie["secure"] = True
         return result

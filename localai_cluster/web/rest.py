@@ -17,7 +17,7 @@ from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 
 from localai_cluster.kit import errors
-from localai_cluster.web.wire import MALFORMED, is_json, parse_json
+from localai_cluster.web.wire import MALFORMED_MESSAGE, is_json, parse_json
 
 
 class StrictJSONParser(BaseParser):
@@ -62,7 +62,7 @@ def validate_body(shape: type[serializers.Serializer[Any]], request: Request) ->
     Raise InvalidInput unless the body is an object, ValidationError for wrong fields.
     """
     if not isinstance(request.data, dict):
-        raise errors.InvalidInput(MALFORMED)
+        raise errors.InvalidInput(MALFORMED_MESSAGE)
     serializer = shape(data=request.data)
     serializer.is_valid(raise_exception=True)
     fields: dict[str, Any] = serializer.validated_data

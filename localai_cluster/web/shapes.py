@@ -38,7 +38,7 @@ def reference(component: str) -> Schema:
     return {"$ref": f"#/components/schemas/{component}"}
 
 
-def mapping(values: Schema) -> Schema:
+def mapping_schema(values: Schema) -> Schema:
     """Return the schema of an object with arbitrary keys and these values."""
     return {"type": "object", "additionalProperties": values}
 
@@ -56,7 +56,7 @@ def text(column: str) -> Cast:
     return Cast(column, TextField())
 
 
-COMPONENTS: dict[str, Schema] = {}
+COMPONENT_SCHEMAS: dict[str, Schema] = {}
 """Component schemas of the API document, by name."""
 
 
@@ -64,10 +64,10 @@ class Named:
     """A component of the API document: its name and its schema."""
 
     def __init__(self, name: str, schema: Schema) -> None:
-        if name in COMPONENTS:
+        if name in COMPONENT_SCHEMAS:
             raise ValueError(f"the API document has two components {name}")
         self.name = name
-        self.schema = COMPONENTS[name] = schema
+        self.schema = COMPONENT_SCHEMAS[name] = schema
 
     @property
     def ref(self) -> Schema:
@@ -91,7 +91,7 @@ def enum(name: str, choices: type[Choices]) -> Named:
     return Named(name, one_of(choices))
 
 
-_SOURCES: Mapping[str, Callable[[str], Combinable]] = {"uuid": text, "date-time": Time}
+_EXPRESSION_BY_FORMAT: Mapping[str, Callable[[str], Combinable]] = {"uuid": text, "date-time": Time}
 """Expression that reads a column, by the format of its schema; other columns are read unchanged."""
 
 
@@ -132,7 +132,7 @@ def column(
 ) -> Field:
     """Return a field whose value is a column, by default the column with the field's name."""
     if source is None:
-        source = _SOURCES.get(schema.get("format", ""), F)(name)
+        source = _EXPRESSION_BY_FORMAT.get(schema.get("format", ""), F)(name)
     return Field(name, schema, source, meaning, **options)
 
 

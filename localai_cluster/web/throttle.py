@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 30
 """Default maximum of failures per address and window: those of five workers with default retries."""
-SIGN_IN_LIMIT = 5
+SIGN_IN_FAILURE_LIMIT = 5
 """Maximum of wrong passwords per address and window (§5.4)."""
 WINDOW = 60
 """Seconds of a window. Windows follow each other without a gap and are the same for all addresses."""
@@ -90,7 +90,7 @@ class Failures:
 
     def check(self, address: str, now: datetime) -> None:
         """Raise TooManyFailures if the address must not try another credential in this window."""
-        if (key := counter_key(address)) and self._count(key, _window(now)) >= self._limit:
+        if (key := counter_key(address)) and self._count(key, _window_number(now)) >= self._limit:
             raise TooManyFailures(_seconds_left(now), self._credentials)
 
     def note(self, address: str, now: datetime) -> None:
@@ -103,14 +103,14 @@ class Failures:
         if count > self._limit:
             if len(self._refused) >= MAX_ADDRESSES:
                 self._refused.clear()
-            self._refused[counter_key(address)] = _window(now)
-        self._judge(count, now)
+            self._refused[counter_key(address)] = _window_number(now)
+        self._check_count(count, now)
 
     def was_refused(self, address: str, now: datetime) -> bool:
         """Return True if `note` of this process refused the address in this window. No I/O."""
-        return self._refused.get(counter_key(address)) == _window(now)
+        return self._refused.get(counter_key(address)) == _window_number(now)
 
-    async def noted(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
+    async def note_in_thread(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
         """Count one failure in a thread; return the error for the caller, `refusal` or TooManyFailures."""
         try:
             await asyncio.to_thread(self.note, address, clock.now())
@@ -124,25 +124,25 @@ class Failures:
         Concurrent attempts count like consecutive attempts. The caller calls `forgive` after a successful
         attempt and `log_failure` after a failed one.
         """
-        self._judge(self._add(address, now), now)
+        self._check_count(self._add(address, now), now)
 
     def forgive(self, address: str, now: datetime) -> None:
         """Subtract the attempt that began at `now`, because it succeeded."""
         if key := counter_key(address):
-            self._call(lambda counts: _decrement(counts, f"{key}|{_window(now)}"))
+            self._call(lambda counts: _decrement(counts, f"{key}|{_window_number(now)}"))
 
     def log_failure(self, address: str, now: datetime) -> None:
         """Log a failure that was counted, with the sum, at most once a minute per address."""
-        key, window = counter_key(address), _window(now)
+        key, window = counter_key(address), _window_number(now)
         if key and self._call(lambda counts: counts.add(f"{key}|told", 1, WINDOW)):
             recently = self._count(key, window) + self._count(key, window - 1)
             log.warning("failed %s from %s within two minutes: %d", self._credentials, key, recently)
 
     def _add(self, address: str, now: datetime) -> int:
         key = counter_key(address)
-        return self._call(lambda counts: _increment(counts, f"{key}|{_window(now)}")) if key else 0
+        return self._call(lambda counts: _increment(counts, f"{key}|{_window_number(now)}")) if key else 0
 
-    def _judge(self, count: int, now: datetime) -> None:
+    def _check_count(self, count: int, now: datetime) -> None:
         if count > self._limit:
             raise TooManyFailures(_seconds_left(now), self._credentials)
 
@@ -179,7 +179,7 @@ def _decrement(counts: BaseCache, key: str) -> None:
         counts.decr(key)
 
 
-def _window(now: datetime) -> int:
+def _window_number(now: datetime) -> int:
     return int(now.timestamp()) // WINDOW
 
 
@@ -196,31 +196,31 @@ def in_memory_counters(name: str, addresses: int) -> LocMemCache:
 @cache
 def token_failures() -> Failures:
     """Return the counts of wrong tokens and node secrets."""
-    return Failures(*_caches("failures"), conf.cluster().failed_tokens)
+    return Failures(*_open_caches("failures"), conf.cluster().failed_tokens)
 
 
 @cache
 def api_keys() -> Failures:
     """Return the counts of wrong API keys; they are separate, so that a stale key blocks no worker."""
-    return Failures(*_caches("failed-keys"), conf.cluster().failed_tokens, "API keys")
+    return Failures(*_open_caches("failed-keys"), conf.cluster().failed_tokens, "API keys")
 
 
 @cache
 def sign_ins() -> Failures:
     """Return the counts of wrong passwords."""
-    return Failures(*_caches("sign-ins"), SIGN_IN_LIMIT, "sign-ins")
+    return Failures(*_open_caches("sign-ins"), SIGN_IN_FAILURE_LIMIT, "sign-ins")
 
 
-def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
+def _open_caches(name: str) -> tuple[BaseCache | None, BaseCache]:
     """Return the caches of the counts with this name: the shared cache, and the cache of this process."""
     from django.core.cache.backends.redis import RedisCache
 
     url = conf.cluster().redis_url
-    common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _options()}) if url else None
+    common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _client_options()}) if url else None
     return common, in_memory_counters(name, MAX_ADDRESSES)
 
 
-def _options() -> dict[str, Any]:
+def _client_options() -> dict[str, Any]:
     """Return the options of the Valkey client: no retries, because the caller waits."""
     from redis.backoff import NoBackoff
     from redis.retry import Retry

@@ -144,7 +144,7 @@ async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None
     await send({"type": "http.response.body", "body": answer.body, "more_body": more})
 
 
-MALFORMED = "invalid request body"
+MALFORMED_MESSAGE = "invalid request body"
 
 
 class CancelScope:
@@ -222,12 +222,12 @@ def parse_json(raw: bytes) -> Any:
     if problem := untrusted.json_problem(raw):
         raise InvalidInput(f"the request body is {problem}")
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(MALFORMED) from error
+        raise InvalidInput(MALFORMED_MESSAGE) from error
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -241,7 +241,7 @@ async def read_json_object(receive: Receive, content_type: str, limit: int) -> d
     raw = await read_body(receive, limit, too_large)
     value = parse_json(raw) if not raw or is_json(content_type) else None
     if not isinstance(value, dict):
-        raise InvalidInput(MALFORMED)
+        raise InvalidInput(MALFORMED_MESSAGE)
     return value
 
 
@@ -270,7 +270,7 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
     except msgspec.ValidationError as error:
         # The problem may quote the request.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        raise field_error(path, problem[:_MAX_PROBLEM_LENGTH], _code_of(problem)) from error
+        raise field_error(path, problem[:_MAX_PROBLEM_LENGTH], _problem_code(problem)) from error
 
 
 def parse_part(fields: Mapping[str, Any], kind: type[T], path: str) -> T:
@@ -292,7 +292,7 @@ def field_error(path: str, problem: str, code: str = "invalid_value") -> Invalid
     return error
 
 
-_PROBLEMS = (
+_CODE_BY_PROBLEM_PATTERN = (
     (re.compile("got `null`|missing required field"), "missing_required_parameter"),
     (re.compile("`int` >"), "integer_below_min_value"),
     (re.compile("`int` <"), "integer_above_max_value"),
@@ -306,8 +306,10 @@ _PROBLEMS = (
 """Patterns of msgspec's messages, and OpenAI's codes for them; the default is `invalid_value`."""
 
 
-def _code_of(problem: str) -> str:
-    return next((code for pattern, code in _PROBLEMS if pattern.search(problem)), "invalid_value")
+def _problem_code(problem: str) -> str:
+    return next(
+        (code for pattern, code in _CODE_BY_PROBLEM_PATTERN if pattern.search(problem)), "invalid_value"
+    )
 
 
 def message_with_field(error: ClusterError) -> str:

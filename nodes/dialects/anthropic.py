@@ -20,10 +20,10 @@ from nodes.dialects.anthropic_input import (
     System,
     collect_images,
     convert_messages,
-    without_unknown,
+    drop_unknown_blocks,
 )
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
-from nodes.dialects.openai_common import MAX_STOPS, Fraction, PositiveInt, Text, TopK
+from nodes.dialects.openai_common import MAX_STOP_WORDS, Fraction, PositiveInt, Text, TopK
 from nodes.dialects.openai_messages import (
     MAX_TOOLS,
     Choice,
@@ -46,7 +46,7 @@ from nodes.gateway.generation import (
     total_usage,
 )
 
-_NAMES = {"response_format": "output_config"}
+_CLIENT_FIELD_NAMES = {"response_format": "output_config"}
 
 
 class ClientTool(msgspec.Struct, frozen=True):
@@ -149,7 +149,7 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
     def conversation(self) -> Conversation:
         """Return the conversation for the engine; raises InvalidInput with the name of the wrong field."""
         tools, choice = list(_client_tools(self.tools or ())), self.tool_choice
-        tools_json, choice_json = check_tools(tools, _choice(choice), "input_schema")
+        tools_json, choice_json = check_tools(tools, _convert_tool_choice(choice), "input_schema")
         is_single_call = choice is not None and choice.disable_parallel_tool_use
         return Conversation(
             messages=tuple(convert_messages(self.system, self.messages)),
@@ -165,7 +165,7 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
 
     max_tokens: PositiveInt
     stream: bool | None = None
-    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MAX_STOP_WORDS)] | None = None
     temperature: Fraction | None = None
     top_p: Fraction | None = None
     top_k: TopK | None = None
@@ -181,7 +181,7 @@ UNSUPPORTED_FIELDS = {
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
-    body = wire.parse_struct(without_unknown(fields), MessagesBody)
+    body = wire.parse_struct(drop_unknown_blocks(fields), MessagesBody)
     return Generation(
         model=body.model,
         prompts=(body.conversation,),
@@ -191,10 +191,10 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
             top_p=body.top_p,
             top_k=openai_common.to_top_k(body.top_k),
             stop=tuple(body.stop_sequences or ()),
-            grammar=_schema(body.output_config),
+            grammar=_output_schema_json(body.output_config),
         ),
         stream=bool(body.stream),
-        names=_NAMES,
+        client_field_names=_CLIENT_FIELD_NAMES,
     )
 
 
@@ -206,7 +206,7 @@ def _client_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Tool]:
             yield Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
-def _choice(choice: ToolChoice | None) -> Choice | None:
+def _convert_tool_choice(choice: ToolChoice | None) -> Choice | None:
     if choice is None:
         return None
     if choice.type == "tool":
@@ -216,15 +216,15 @@ def _choice(choice: ToolChoice | None) -> Choice | None:
     return "required" if choice.type == "any" else choice.type
 
 
-def _schema(config: OutputConfig | None) -> str:
+def _output_schema_json(config: OutputConfig | None) -> str:
     if config is None or config.format is None:
         return ""
-    schemas.check([(config.format.schema, "output_config.format.schema")])
+    schemas.check_schemas([(config.format.schema, "output_config.format.schema")])
     return encode_json(config.format.schema)
 
 
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-_TYPES = {
+_STOP_REASON_BY_FINISH = {"length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPE_BY_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -237,26 +237,26 @@ _TYPES = {
 """Error types by HTTP status; every other status is an `api_error`."""
 
 
-def _error(error: ClusterError) -> AnthropicErrorBody:
+def _error_envelope(error: ClusterError) -> AnthropicErrorBody:
     """Return the error envelope. The envelope has no field name, so the message contains it."""
-    kind = _TYPES.get(error.status, "api_error")
+    kind = _ERROR_TYPE_BY_STATUS.get(error.status, "api_error")
     return AnthropicErrorBody(error=ErrorDetail(kind, wire.message_with_field(error)))
 
 
 def render_error(error: ClusterError) -> Answer:
     """Return the error response in Anthropic's envelope."""
-    return wire.json_answer(_error(error), error.status, wire.error_headers(error))
+    return wire.json_answer(_error_envelope(error), error.status, wire.error_headers(error))
 
 
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
     last = next((delta for delta in deltas if delta.finish), TextDelta(0, finish="stop"))
-    message = _message(head, total_usage(deltas, 1)) | {"content": content} | _end(last)
+    message = _empty_message(head, total_usage(deltas, 1)) | {"content": content} | _render_end(last)
     return msgspec.json.encode(MessageResponse(**message))
 
 
-def _message(head: Head, usage: Usage) -> dict[str, Any]:
+def _empty_message(head: Head, usage: Usage) -> dict[str, Any]:
     """Return the fields of a message that has no content yet."""
     return {
         "id": f"msg_{head.id}",
@@ -270,9 +270,9 @@ def _message(head: Head, usage: Usage) -> dict[str, Any]:
     }
 
 
-def _end(last: TextDelta) -> dict[str, Any]:
+def _render_end(last: TextDelta) -> dict[str, Any]:
     """Return the reason why the response ended, and the stop sequence."""
-    reason = "stop_sequence" if last.stop_word else _REASONS.get(last.finish, "end_turn")
+    reason = "stop_sequence" if last.stop_word else _STOP_REASON_BY_FINISH.get(last.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": last.stop_word or None}
 
 
@@ -286,8 +286,12 @@ def _render_usage(usage: Usage) -> MessageUsage:
     )
 
 
-_FIELDS = {BlockKind.THOUGHT: "thinking", BlockKind.TEXT: "text", BlockKind.CALL: "partial_json"}
-_DELTAS = {
+_CONTENT_FIELD_BY_KIND = {
+    BlockKind.THOUGHT: "thinking",
+    BlockKind.TEXT: "text",
+    BlockKind.CALL: "partial_json",
+}
+_DELTA_TYPE_BY_KIND = {
     BlockKind.THOUGHT: "thinking_delta",
     BlockKind.TEXT: "text_delta",
     BlockKind.CALL: "input_json_delta",
@@ -325,12 +329,12 @@ class MessageEvents:
         events = []
         if not self._has_started:
             self._has_started = True
-            message = _message(self._head, Usage(prompt=delta.prompt_tokens))
+            message = _empty_message(self._head, Usage(prompt=delta.prompt_tokens))
             events.append(_render_event("message_start", message=message))
         events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
             usage = _render_usage(total_usage([delta], 1))
-            events.append(_render_event("message_delta", delta=_end(delta), usage=usage))
+            events.append(_render_event("message_delta", delta=_render_end(delta), usage=usage))
         return events
 
     def _render_step(self, step: BlockStep) -> bytes:
@@ -341,12 +345,12 @@ class MessageEvents:
             )
         if step.change is BlockChange.CLOSED:
             return _render_event("content_block_stop", index=index)
-        delta = {"type": _DELTAS[kind], _FIELDS[kind]: step.text}
+        delta = {"type": _DELTA_TYPE_BY_KIND[kind], _CONTENT_FIELD_BY_KIND[kind]: step.text}
         return _render_event("content_block_delta", index=index, delta=delta)
 
     def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the event that ends a failed response."""
-        return b"event: error\ndata: " + wire.encode(_error(error)) + b"\n\n"
+        return b"event: error\ndata: " + wire.encode(_error_envelope(error)) + b"\n\n"
 
 
 DIALECT = Dialect(

@@ -117,7 +117,7 @@ class Turn(msgspec.Struct, frozen=True):
 _BLOCK_TYPES = frozenset(block.__struct_config__.tag for block in get_args(InputBlock))
 
 
-def without_unknown(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def drop_unknown_blocks(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a request without blocks that only Anthropic's servers can read.
 
     Such blocks are calls of their tools, for example `server_tool_use`, and the results.
@@ -125,19 +125,19 @@ def without_unknown(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return fields
-    return {**fields, "messages": [_drop_unknown_blocks(message) for message in messages]}
+    return {**fields, "messages": [_without_unknown_blocks(message) for message in messages]}
 
 
-def _drop_unknown_blocks(message: Any) -> Any:
+def _without_unknown_blocks(message: Any) -> Any:
     if not (isinstance(message, dict) and message.get("role") == "assistant"):
         return message
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": [block for block in content if not _is_unknown(block)]}
+    return {**message, "content": [block for block in content if not _is_unknown_block(block)]}
 
 
-def _is_unknown(block: Any) -> bool:
+def _is_unknown_block(block: Any) -> bool:
     kind = block.get("type") if isinstance(block, dict) else None
     return isinstance(kind, str) and kind not in _BLOCK_TYPES
 
@@ -218,7 +218,7 @@ def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
         _image_data(image.source, field_path)
         for number, message in enumerate(messages)
         if isinstance(message.content, list)
-        for image, field_path in _images(message.content, f"messages[{number}].content")
+        for image, field_path in _image_blocks(message.content, f"messages[{number}].content")
     )
 
 
@@ -229,9 +229,9 @@ def _image_data(source: ImageSource, field_path: str) -> str:
     return openai_messages.check_base64(source.data or "", field_path)
 
 
-def _images(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
+def _image_blocks(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
     for index, block in enumerate(blocks):
         if isinstance(block, ImageBlock):
             yield block, f"{field_path}[{index}]"
         elif isinstance(block, ResultBlock) and isinstance(block.content, list):
-            yield from _images(block.content, f"{field_path}[{index}].content")
+            yield from _image_blocks(block.content, f"{field_path}[{index}].content")

@@ -85,7 +85,7 @@ class Blocks:
 
     def steps(self, delta: TextDelta) -> Iterator[BlockStep]:
         """Yield the steps that the delta causes, in order. The last delta closes every block."""
-        for piece in _pieces(delta):
+        for piece in _split_delta(delta):
             if self._open and self._open[0] is BlockKind.CALL and piece.key != self._open:
                 self._held.setdefault(piece.key, []).append(piece)
             else:
@@ -119,7 +119,7 @@ class Blocks:
             yield BlockStep(BlockChange.CLOSED, block)
 
 
-def _pieces(delta: TextDelta) -> Iterator[_Piece]:
+def _split_delta(delta: TextDelta) -> Iterator[_Piece]:
     if delta.reasoning:
         yield _Piece(BlockKind.THOUGHT, delta.reasoning, _NO_CALL)
     if delta.text or delta.logprobs:

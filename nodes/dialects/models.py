@@ -35,7 +35,7 @@ MODEL_PREFIX = "/v1/models/"
 """Path prefix of the routes of one model; the name after the prefix may contain `/`."""
 
 
-_NEVER_EXPIRES = "9999-12-31T00:00:00Z"
+_NEVER_EXPIRES_AT = "9999-12-31T00:00:00Z"
 
 
 class ModelBody(ResponseBody, kw_only=True):
@@ -96,7 +96,7 @@ class DefinedModel(OllamaModel, kw_only=True):
 
 class LoadedModel(OllamaModel, kw_only=True):
     size_vram: int
-    expires_at: str = _NEVER_EXPIRES
+    expires_at: str = _NEVER_EXPIRES_AT
 
 
 class TagsResponse(ResponseBody):
@@ -126,18 +126,18 @@ async def list_models(request: InferenceRequest) -> Answer:
     """Respond with the list of models."""
     await confirm(request)
     definitions = await folder.folder().all()
-    if request.is_of_anthropic:
+    if request.is_anthropic_client:
         entries = [_anthropic_entry(definition) for definition in definitions]
         first, last = (entries[0].id, entries[-1].id) if entries else (None, None)
         return wire.json_answer(AnthropicModels(data=entries, first_id=first, last_id=last))
-    return wire.json_answer(ModelsResponse(data=[_entry(entry) for entry in definitions]))
+    return wire.json_answer(ModelsResponse(data=[_openai_entry(entry) for entry in definitions]))
 
 
 async def show_model(request: InferenceRequest) -> Answer:
     """Respond with one model; raise ModelNotFound."""
     await confirm(request)
     definition = await find_definition(request.path.removeprefix(MODEL_PREFIX))
-    return wire.json_answer((_anthropic_entry if request.is_of_anthropic else _entry)(definition))
+    return wire.json_answer((_anthropic_entry if request.is_anthropic_client else _openai_entry)(definition))
 
 
 def _anthropic_entry(definition: Definition) -> "AnthropicModel":
@@ -147,7 +147,7 @@ def _anthropic_entry(definition: Definition) -> "AnthropicModel":
     )
 
 
-def _entry(definition: Definition) -> ModelBody:
+def _openai_entry(definition: Definition) -> ModelBody:
     """Return one model in OpenAI's form, with the warnings of its definition."""
     return ModelBody(
         id=definition.name,
@@ -157,7 +157,7 @@ def _entry(definition: Definition) -> ModelBody:
     )
 
 
-VERSION = "0.12.0"
+OLLAMA_VERSION = "0.12.0"
 """The implemented version of Ollama's API; clients refuse older versions."""
 
 
@@ -168,20 +168,20 @@ class ShowBody(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
-async def version(request: InferenceRequest) -> Answer:
+async def show_version(request: InferenceRequest) -> Answer:
     """Respond with the version."""
     await confirm(request)
-    return wire.json_answer(VersionResponse(version=VERSION))
+    return wire.json_answer(VersionResponse(version=OLLAMA_VERSION))
 
 
-async def tags(request: InferenceRequest) -> Answer:
+async def list_tags(request: InferenceRequest) -> Answer:
     """Respond with the list of all defined models."""
     await confirm(request)
     definitions = await folder.folder().all()
     sizes = await folder.folder().total_sizes(definitions)
     models = [
         DefinedModel(
-            **_identity(definition),
+            **_entry_fields(definition),
             size=size,
             modified_at=format_time(definition.changed),
         )
@@ -190,28 +190,30 @@ async def tags(request: InferenceRequest) -> Answer:
     return wire.json_answer(TagsResponse(models=models))
 
 
-async def running(request: InferenceRequest) -> Answer:
+async def list_loaded(request: InferenceRequest) -> Answer:
     """Respond with the list of the models that have a loaded replica."""
     await confirm(request)
     try:
-        loaded = await in_thread(_loaded_memory)
+        loaded = await in_thread(_memory_by_model)
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     models = [
-        LoadedModel(**_identity(definition), size=loaded[definition.name], size_vram=loaded[definition.name])
+        LoadedModel(
+            **_entry_fields(definition), size=loaded[definition.name], size_vram=loaded[definition.name]
+        )
         for definition in await folder.folder().all()
         if definition.name in loaded
     ]
     return wire.json_answer(RunningResponse(models=models))
 
 
-def _loaded_memory() -> dict[str, int]:
+def _memory_by_model() -> dict[str, int]:
     """Return the total GPU memory of the replicas of each model, in bytes."""
     rows = NodeModel.objects.loaded().values_list("model_name").annotate(Sum("vram_needed")).order_by()
     return dict(rows)
 
 
-async def show(request: InferenceRequest) -> Answer:
+async def show_details(request: InferenceRequest) -> Answer:
     """Respond with the details of one model; raise ModelNotFound."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), ShowBody)
@@ -220,18 +222,18 @@ async def show(request: InferenceRequest) -> Answer:
     return wire.json_answer(
         ShowResponse(
             modelfile=modelfile.render_modelfile(definition),
-            parameters=modelfile.parameters_of(definition),
+            parameters=modelfile.render_parameters(definition),
             template=definition.generation.template,
             system=definition.generation.system,
-            details=_details(definition),
+            details=_model_details(definition),
             model_info={"general.context_length": context} if context else {},
-            capabilities=await _capabilities(definition),
+            capabilities=await _ollama_capabilities(definition),
             modified_at=format_time(definition.changed),
         )
     )
 
 
-async def _capabilities(definition: Definition) -> list[str]:
+async def _ollama_capabilities(definition: Definition) -> list[str]:
     """Return Ollama's names of the model's capabilities; `tools` only if its template supports tools."""
     cases, template = definition.use_cases, definition.generation.template
     generates = "chat" in cases or "completion" in cases
@@ -245,16 +247,16 @@ async def _capabilities(definition: Definition) -> list[str]:
     return [name for name, is_there in known.items() if is_there]
 
 
-def _identity(definition: Definition) -> dict[str, Any]:
+def _entry_fields(definition: Definition) -> dict[str, Any]:
     return {
         "name": definition.name,
         "model": definition.name,
         "digest": definition.revision,
-        "details": _details(definition),
+        "details": _model_details(definition),
     }
 
 
-def _details(definition: Definition) -> ModelDetails:
+def _model_details(definition: Definition) -> ModelDetails:
     return ModelDetails(
         format=definition.model.rpartition(".")[2] if "." in definition.model else "",
         family=definition.backend,
@@ -299,7 +301,7 @@ class LoadBody(msgspec.Struct, frozen=True):
 _ZERO_DURATION = re.compile(r"[-+]?(?:0+|(?:0+(?:\.0*)?(?:ns|us|µs|μs|ms|s|m|h))+)")
 
 
-async def refuse(request: InferenceRequest) -> Answer:
+async def refuse_route(request: InferenceRequest) -> Answer:
     """Raise Forbidden, for every caller."""
     await confirm(request)
     raise Forbidden("administrators define the models of this cluster; clients cannot publish or upload any")
@@ -307,7 +309,7 @@ async def refuse(request: InferenceRequest) -> Answer:
 
 def status_lines(states: list[str], stream: bool | None) -> Answer:
     """Return the states of a request as lines of a stream, or the last state as JSON."""
-    return _answer([{"status": state} for state in states], stream)
+    return _lines_answer([{"status": state} for state in states], stream)
 
 
 async def load_for_prompt(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:
@@ -327,10 +329,10 @@ async def _load_or_unload(
     body = wire.parse_struct(fields, LoadBody)
     definition = await find_definition(body.model)
     if body.is_unload:
-        await _unload(request, definition.name)
+        await _unload_model(request, definition.name)
     else:
         request.model = definition.name
-        await _load(request)
+        await _load_model(request)
     end = {
         "model": body.model,
         "created_at": ollama.format_time(int(clock.now().timestamp())),
@@ -338,10 +340,10 @@ async def _load_or_unload(
         "done": True,
         "done_reason": "unload" if body.is_unload else "load",
     }
-    return _answer([end], body.stream)
+    return _lines_answer([end], body.stream)
 
 
-async def _load(request: InferenceRequest) -> None:
+async def _load_model(request: InferenceRequest) -> None:
     """Pick a replica without a call; the pick loads the model if no replica is loaded."""
     attempts = gateway.attempts(request)
     while True:
@@ -349,7 +351,7 @@ async def _load(request: InferenceRequest) -> None:
             return
 
 
-async def _unload(request: InferenceRequest, model: str) -> None:
+async def _unload_model(request: InferenceRequest, model: str) -> None:
     """Request the unload; do nothing if the model is not loaded. Raise Forbidden without the permission."""
     await confirm(request)
     if not request.principal.is_admin:
@@ -361,7 +363,7 @@ async def _unload(request: InferenceRequest, model: str) -> None:
         return
 
 
-def _answer(lines: list[dict[str, Any]], stream: bool | None) -> Answer:
+def _lines_answer(lines: list[dict[str, Any]], stream: bool | None) -> Answer:
     """Return the lines of a stream, or the last line as JSON."""
     if stream is False:
         return Answer(msgspec.json.encode(lines[-1]))

@@ -44,7 +44,7 @@ from nodes.gateway.generation import (
 
 _UNLIMITED_TOKEN_COUNTS = (-1, -2)
 """Values of `num_predict` that set no limit: unlimited, and up to the context size."""
-_NAMES = {"response_format": "format"}
+_CLIENT_FIELD_NAMES = {"response_format": "format"}
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -140,7 +140,7 @@ class OllamaErrorBody(ResponseBody):
     error: str
 
 
-class _Body(msgspec.Struct, kw_only=True, frozen=True):
+class _TextRequestBody(msgspec.Struct, kw_only=True, frozen=True):
     model: Text
     stream: bool | None = None
     options: OllamaOptions | None = None
@@ -155,7 +155,7 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
             prompts=(prompt,),
             sampling=self._sampling(),
             stream=self.stream is not False,
-            names=names,
+            client_field_names=names,
         )
 
     def _sampling(self) -> Sampling:
@@ -175,20 +175,20 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
             presence_penalty=options.presence_penalty,
             seed=to_int(options.seed),
             stop=openai_common.stop_words(options.stop),
-            grammar=_schema(self.format),
+            grammar=_response_schema_json(self.format),
             logprobs=bool(self.logprobs),
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else 0,
         )
 
 
-class OllamaChatBody(_Body, kw_only=True, frozen=True):
+class OllamaChatBody(_TextRequestBody, kw_only=True, frozen=True):
     """The body of a chat. Other fields of Ollama's are ignored, or refused by name."""
 
     messages: Annotated[list[OllamaMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Tools | None = None
 
 
-class GenerateBody(_Body, kw_only=True, frozen=True):
+class GenerateBody(_TextRequestBody, kw_only=True, frozen=True):
     """The body of a request to answer one prompt, or with `raw` to go on from it."""
 
     prompt: Text
@@ -214,8 +214,8 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
         for number, message in enumerate(body.messages)
         for index, image in enumerate(message.images or ())
     )
-    utterances = tuple(_utterances(body.messages))
-    return body.to_generation(Conversation(utterances, tools, choice, images=images), _NAMES)
+    utterances = tuple(_convert_messages(body.messages))
+    return body.to_generation(Conversation(utterances, tools, choice, images=images), _CLIENT_FIELD_NAMES)
 
 
 def parse_generate(fields: Mapping[str, Any]) -> Generation:
@@ -225,17 +225,17 @@ def parse_generate(fields: Mapping[str, Any]) -> Generation:
     if body.raw:
         if body.images:
             raise InvalidInput("images: not with `raw`", field="images")
-        return body.to_generation(body.prompt, _NAMES)
+        return body.to_generation(body.prompt, _CLIENT_FIELD_NAMES)
     system = (ConversationMessage("system", body.system),) if body.system else ()
     images = (
         openai_messages.check_base64(image, f"images[{index}]")
         for index, image in enumerate(body.images or ())
     )
     conversation = Conversation((*system, ConversationMessage("user", body.prompt)), images=tuple(images))
-    return body.to_generation(conversation, _NAMES | {"messages": "prompt"})
+    return body.to_generation(conversation, _CLIENT_FIELD_NAMES | {"messages": "prompt"})
 
 
-def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessage]:
+def _convert_messages(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form.
 
     Tool results may lack ids; such results belong to the calls in order.
@@ -265,11 +265,11 @@ def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessa
         )
 
 
-def _schema(format: str | dict[str, Any] | None) -> str:
+def _response_schema_json(format: str | dict[str, Any] | None) -> str:
     """Return the JSON schema of the response, "" if any text is allowed."""
     if not isinstance(format, dict):
         return encode_json({"type": "object"}) if format else ""
-    schemas.check([(format, "format")])
+    schemas.check_schemas([(format, "format")])
     return encode_json(format)
 
 
@@ -384,7 +384,7 @@ class OllamaLines:
         return lines
 
 
-def _dialect(
+def _make_dialect(
     read: Callable[[Mapping[str, Any]], generation.Generation], response: type[LastLine], render: Renderer
 ) -> Dialect:
     return Dialect(
@@ -396,5 +396,5 @@ def _dialect(
     )
 
 
-CHAT = _dialect(parse_chat, OllamaChatResponse, _render_message)
-GENERATE = _dialect(parse_generate, OllamaGenerateResponse, _render_response_text)
+CHAT = _make_dialect(parse_chat, OllamaChatResponse, _render_message)
+GENERATE = _make_dialect(parse_generate, OllamaGenerateResponse, _render_response_text)

@@ -26,7 +26,7 @@ from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_NAME, Definition, UnusableDefinition
 from nodes.definitions.folder import folder
 from nodes.definitions.sizes import path_inside
-from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, settings_of
+from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, to_settings
 from nodes.dialects.models import StatusResponse, status_lines
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import confirm
@@ -41,11 +41,11 @@ from operations.models import TERMINAL, Operation, Status
 
 FILE_BACKEND = "llama-cpp"
 """Backend of a model that is created from a file."""
-DELETION_WAIT = 90.0
+MAX_DELETION_WAIT = 90.0
 """Seconds that a request waits for a deletion. After that it gets 503, and the deletion continues."""
-_POLL = 2.0
-_LATEST = ":latest"
-_DONE = wire.json_answer(StatusResponse(status="success"))
+_POLL_SECONDS = 2.0
+_LATEST_TAG = ":latest"
+_SUCCESS_ANSWER = wire.json_answer(StatusResponse(status="success"))
 T = TypeVar("T")
 
 
@@ -83,16 +83,16 @@ async def create(request: InferenceRequest) -> Answer:
     """Store a definition; respond with a stream of states. Raise ModelNotFound for an unknown base."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), CreateBody)
-    name = _name(body.model or body.name, "model")
-    modelfile = _modelfile_of(body)
+    name = _definition_name(body.model or body.name, "model")
+    modelfile = _parse_modelfile_fields(body)
     text = await _base_text(modelfile.base, name)
-    settings = settings_of(modelfile)
+    settings = to_settings(modelfile)
 
     def save() -> None:
         merged = edit.merge(text, settings) if settings else text
-        _save(request, name, merged, f"created from {modelfile.base}"[:500])
+        _save_definition(request, name, merged, f"created from {modelfile.base}"[:500])
 
-    await _change(request, save)
+    await _run_as_caller(request, save)
     return status_lines(["creating model", "success"], body.stream)
 
 
@@ -100,34 +100,34 @@ async def copy(request: InferenceRequest) -> Answer:
     """Store the definition of a model under another name; raise ModelNotFound."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), CopyBody)
-    destination = _name(body.destination, "destination")
+    destination = _definition_name(body.destination, "destination")
     definition = await find_definition(body.source)
-    text = await _text_of(definition, "source")
+    text = await _definition_text(definition, "source")
 
     def save() -> None:
-        _save(request, destination, edit.rename(text, destination), f"copy of {definition.name}")
+        _save_definition(request, destination, edit.rename(text, destination), f"copy of {definition.name}")
 
-    await _change(request, save)
-    return _DONE
+    await _run_as_caller(request, save)
+    return _SUCCESS_ANSWER
 
 
 async def delete(request: InferenceRequest) -> Answer:
     """Unload the model and delete its stored definition; its files stay. Raise NotFound, Conflict."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
-    definition = await find_definition(_name(body.model or body.name, "model"))
+    definition = await find_definition(_definition_name(body.model or body.name, "model"))
     order = RemovalRequest(definition.name, request.requester)
 
     def remove() -> Admission:
         store.require_no_file(definition.name)  # the model would still be served
         return definition_removal.request_removal(order, now=clock.now())
 
-    admission = await _change(request, remove)
+    admission = await _run_as_caller(request, remove)
     operation = await _wait_for_end(admission.operation.id)
     if operation is None or operation.status != Status.COMPLETED:
         reason = operation.error or operation.message if operation is not None else "its record was cleared"
         raise Unavailable(f"the model is not deleted yet: {reason}", retry_after=10)
-    return _DONE
+    return _SUCCESS_ANSWER
 
 
 async def require_admin(request: InferenceRequest) -> None:
@@ -137,18 +137,18 @@ async def require_admin(request: InferenceRequest) -> None:
         raise Forbidden("only administrators may change the models of this cluster")
 
 
-def _name(text: str | None, field: str) -> str:
+def _definition_name(text: str | None, field: str) -> str:
     """Return a name for a definition, without the tag that clients append."""
     if not text:
         raise wire.field_error(field, "is required", "missing_required_parameter")
-    name = text.removesuffix(_LATEST).strip()
+    name = text.removesuffix(_LATEST_TAG).strip()
     if not 1 <= len(name) <= MAX_NAME:
         raise InvalidInput(f"{field}: must have 1 to {MAX_NAME} characters", field=field)
     names.check_text(name, field)
     return name
 
 
-def _modelfile_of(body: CreateBody) -> Modelfile:
+def _parse_modelfile_fields(body: CreateBody) -> Modelfile:
     if body.adapters:
         raise NotSupported("adapters are not supported: define them in the model's definition")
     if body.files or body.quantize:
@@ -176,11 +176,11 @@ async def _base_text(base: str, name: str) -> str:
             raise
         model = {"name": name, "backend": FILE_BACKEND, "parameters": {"model": relative}}
         return str(yaml.safe_dump(model, sort_keys=False, allow_unicode=True))
-    text = await _text_of(definition, "from")
+    text = await _definition_text(definition, "from")
     return await asyncio.to_thread(edit.rename, text, name)
 
 
-async def _text_of(definition: Definition, field: str) -> str:
+async def _definition_text(definition: Definition, field: str) -> str:
     """Return the YAML of the effective definition: a file precedes a row. Raise ModelNotFound."""
     try:
         text = await folder().text(definition.name)
@@ -209,7 +209,7 @@ def _find_file(text: str) -> str | None:
     return PurePosixPath(text).as_posix() if path != models else None
 
 
-def _save(request: InferenceRequest, name: str, text: str, reason: str) -> None:
+def _save_definition(request: InferenceRequest, name: str, text: str, reason: str) -> None:
     store.require_no_file(name)
     store.save(
         name,
@@ -221,17 +221,17 @@ def _save(request: InferenceRequest, name: str, text: str, reason: str) -> None:
     )
 
 
-async def _change(request: InferenceRequest, change: Callable[[], T]) -> T:
+async def _run_as_caller(request: InferenceRequest, change: Callable[[], T]) -> T:
     """Make a change in the name of the caller, for the audit."""
 
     def attributed() -> T:
         with audit.attribute_to(of_principal(request.principal)):
             return change()
 
-    return await _in_thread(attributed)
+    return await _run_database_call(attributed)
 
 
-async def _in_thread(call: Callable[[], T]) -> T:
+async def _run_database_call(call: Callable[[], T]) -> T:
     try:
         return await in_thread(call)
     except DatabaseError as error:
@@ -239,12 +239,12 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
 
 async def _wait_for_end(operation_id: UUID) -> Operation | None:
-    """Return the operation after its end or after `DELETION_WAIT` seconds; None if its record was deleted."""
-    until = clock.monotonic() + DELETION_WAIT
+    """Return the operation after its end or after `MAX_DELETION_WAIT` seconds; None if its record was deleted."""
+    until = clock.monotonic() + MAX_DELETION_WAIT
     with gateway.wake_ups().watch(operation_id) as watch:
         while True:
-            operation = await _in_thread(Operation.objects.filter(pk=operation_id).first)
+            operation = await _run_database_call(Operation.objects.filter(pk=operation_id).first)
             remaining = until - clock.monotonic()
             if operation is None or operation.status in TERMINAL or remaining <= 0:
                 return operation
-            await watch.changed(timeout=min(remaining, _POLL))
+            await watch.changed(timeout=min(remaining, _POLL_SECONDS))

@@ -14,7 +14,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common, openai_messages
 from nodes.dialects.openai_common import (
-    DONE,
+    DONE_EVENT,
     MAX_CHOICES,
     CompletionEvents,
     FinishReason,
@@ -124,13 +124,13 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
     body = wire.parse_struct(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
-    schema = _schema(body)
+    schema = _response_schema_json(body)
     if schema and body.grammar:
         raise InvalidInput("grammar: `response_format` is one already", field="grammar")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Generation(
         model=body.model,
-        prompts=(_conversation(body),),
+        prompts=(_parse_conversation(body),),
         sampling=openai_common.to_sampling(
             body,
             limit,
@@ -144,7 +144,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
     )
 
 
-def _conversation(body: ChatBody) -> Conversation:
+def _parse_conversation(body: ChatBody) -> Conversation:
     tools, choice = check_tools(body.tools or (), body.tool_choice)
     return Conversation(
         messages=tuple(openai_messages.convert_messages(body.messages)),
@@ -156,14 +156,14 @@ def _conversation(body: ChatBody) -> Conversation:
     )
 
 
-def _schema(body: ChatBody) -> str:
+def _response_schema_json(body: ChatBody) -> str:
     """Return the JSON schema of the response, "" if any text is allowed."""
     if isinstance(body.response_format, AnyJson):
         return encode_json({"type": "object"})
     if not isinstance(body.response_format, JsonOfSchema):
         return ""
     schema = body.response_format.json_schema.schema
-    schemas.check([(schema or {}, "response_format.json_schema.schema")])
+    schemas.check_schemas([(schema or {}, "response_format.json_schema.schema")])
     return encode_json(schema or {"type": "object"})
 
 
@@ -173,7 +173,7 @@ def render_chat(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     choices = [
         ChatChoice(
             index=index,
-            message=_message(head, index, choice),
+            message=_render_message(head, index, choice),
             logprobs={"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
@@ -185,7 +185,7 @@ def render_chat(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     )
 
 
-def _message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
+def _render_message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
     calls = [
         CallBody(
             id=piece.id or _call_id(head, index, piece),
@@ -282,17 +282,19 @@ class ChatChunks(CompletionEvents):
         return self._chunk([choice])
 
 
-CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE)
+CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE_EVENT)
 
 
-DEFAULT_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """Default limit on the tokens of a choice, as in OpenAI's documentation."""
 
-MAX_TOKENS = 256 * 1024
+MAX_PROMPT_TOKENS = 256 * 1024
 """Limit on the token ids of a prompt: decoding millions would block all other requests."""
 
-Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
-Prompts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+Prompts = Annotated[
+    list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)
+]
 
 
 class CompletionBody(SamplingBody, kw_only=True, frozen=True):
@@ -301,7 +303,7 @@ class CompletionBody(SamplingBody, kw_only=True, frozen=True):
     prompt: Annotated[
         Text | Prompts,
         msgspec.Meta(
-            description=f"A text, up to {MAX_TOKENS} token ids of the model, or a list of either; "
+            description=f"A text, up to {MAX_PROMPT_TOKENS} token ids of the model, or a list of either; "
             f"at most {MAX_CHOICES} answers, all prompts together."
         ),
     ]
@@ -338,7 +340,7 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
             "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
         )
     body = wire.parse_struct(fields, CompletionBody)
-    prompts = _prompts(body.prompt)
+    prompts = _parse_prompts(body.prompt)
     n = body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidInput(f"prompt: at most {MAX_CHOICES} answers in one request", field="prompt")
@@ -351,7 +353,7 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
         prompts=prompts,
         sampling=openai_common.to_sampling(
             body,
-            body.max_tokens or DEFAULT_TOKENS,
+            body.max_tokens or DEFAULT_MAX_TOKENS,
             grammar=body.grammar or "",
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs or 0,
@@ -369,7 +371,7 @@ def _echoed_prompt(request: Generation, choice: int) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
+def _parse_prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if all(isinstance(item, int) for item in prompt):
@@ -389,7 +391,7 @@ def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
         CompletionChoice(
             index=index,
             text=_echoed_prompt(request, index) + choice.text,
-            logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
+            logprobs=_render_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
         for index, choice in enumerate(generation.merge_deltas(deltas, request.choices))
@@ -402,7 +404,7 @@ def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     )
 
 
-def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
+def _render_logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
     """Return log probabilities in the legacy form; `offset`: position of the first token in the text."""
     offsets = []
     for token in tokens:
@@ -434,7 +436,7 @@ class CompletionChunks(CompletionEvents):
         return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
 
     def _render_chunks(self, delta: TextDelta) -> list[bytes]:
-        logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
+        logprobs = _render_logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         text = delta.text
         if delta.choice not in self._started_choices:
@@ -449,4 +451,4 @@ class CompletionChunks(CompletionEvents):
         return [self._chunk([choice]), *(self._end_choice(delta) if delta.finish else [])]
 
 
-COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion, DONE)
+COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion, DONE_EVENT)

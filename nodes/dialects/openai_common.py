@@ -23,9 +23,9 @@ MAX_CHOICES = 32
 """Maximum number of choices of one request, for all prompts together."""
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Limit on the bytes of the body of a request for text."""
-MAX_STOPS = 16
+MAX_STOP_WORDS = 16
 MAX_BIASES = 1024
-_TOKEN = re.compile("[0-9]{1,10}")
+_TOKEN_ID_PATTERN = re.compile("[0-9]{1,10}")
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -41,7 +41,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
-Stop = str | Annotated[list[Text], msgspec.Meta(max_length=MAX_STOPS)] | None
+Stop = str | Annotated[list[Text], msgspec.Meta(max_length=MAX_STOP_WORDS)] | None
 
 
 FinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
@@ -104,7 +104,7 @@ def to_sampling(
     body: SamplingBody, max_tokens: int | None, *, grammar: str, logprobs: bool, top_logprobs: int
 ) -> Sampling:
     """Return the sampling parameters of a body; raise InvalidInput."""
-    if not all(_TOKEN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
+    if not all(_TOKEN_ID_PATTERN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
         raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
     schemas.check_grammar(body.grammar or "")
     return Sampling(
@@ -162,7 +162,7 @@ def render_usage(tokens: Usage) -> UsageBody:
     )
 
 
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 
 
 def render_event(content: Mapping[str, Any]) -> bytes:
@@ -179,7 +179,7 @@ class Chunks(ABC):
 
     def render_failure(self, error: ClusterError, /) -> bytes:
         """Return an event with the usual error envelope, and the end of the stream."""
-        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE
+        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE_EVENT
 
 
 class CompletionEvents(Chunks):

@@ -126,7 +126,7 @@ def collect_images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the images; raise InvalidInput for a broken image or an image URL."""
     return tuple(
         parse_image_url(part.image_url.url, field_path)
-        for part, field_path in _parts(messages)
+        for part, field_path in _parts_with_paths(messages)
         if isinstance(part, ImagePart)
     )
 
@@ -135,12 +135,12 @@ def collect_audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the audio parts; raise InvalidInput for a broken part."""
     return tuple(
         check_base64(part.input_audio.data, field_path)
-        for part, field_path in _parts(messages)
+        for part, field_path in _parts_with_paths(messages)
         if isinstance(part, AudioPart)
     )
 
 
-def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
+def _parts_with_paths(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
     for number, message in enumerate(messages):
         if isinstance(message.content, list):
             for index, part in enumerate(message.content):
@@ -222,7 +222,7 @@ def check_tools(
         raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
     if choice == "required" and not tool_names:
         raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
-    schemas.check(
+    schemas.check_schemas(
         [(tool.function.parameters or {}, f"tools[{number}].{schema}") for number, tool in enumerate(tools)]
     )
     if not tool_names or choice == "none":

@@ -30,12 +30,12 @@ from operations.models import TERMINAL, Operation, Status
 
 POLL_SECONDS = 1.0
 """Seconds between two lines of progress."""
-_HEADERS = (
+_STREAM_HEADERS = (
     (b"content-type", ollama.LINES_CONTENT_TYPE),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_SUCCESS = {"status": "success"}
+_SUCCESS_LINE = {"status": "success"}
 
 
 class PullFailed(ClusterError):
@@ -58,8 +58,8 @@ async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
         if not request.principal.is_admin:
             raise
     else:
-        return _answer(body.stream)
-    plan = await _plan(name)
+        return _success_answer(body.stream)
+    plan = await _plan_import(name)
     admission = await in_thread(
         request_import,
         plan,
@@ -70,13 +70,16 @@ async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
     return await progress.wait() if body.stream is False else progress
 
 
-def _answer(stream: bool | None) -> Answer:
+def _success_answer(stream: bool | None) -> Answer:
     if stream is False:
-        return Answer(msgspec.json.encode(_SUCCESS))
-    return Answer(_line({"status": "pulling manifest"}) + _line(_SUCCESS), kind=ollama.LINES_CONTENT_TYPE)
+        return Answer(msgspec.json.encode(_SUCCESS_LINE))
+    return Answer(
+        _render_line({"status": "pulling manifest"}) + _render_line(_SUCCESS_LINE),
+        kind=ollama.LINES_CONTENT_TYPE,
+    )
 
 
-async def _plan(name: str) -> ImportPlan:
+async def _plan_import(name: str) -> ImportPlan:
     """Return the import plan of a model of Ollama's registry or of `hf.co/owner/repository:tag`."""
     if len(name.split()) != 1:
         raise InvalidInput("model: must be one name without blanks", field="model")
@@ -102,19 +105,19 @@ class PullProgress:
     async def play(self, send: Send) -> tuple[int, bytes]:
         """Send the lines; return the status and the last line."""
         with Outgoing(send) as client:
-            await client.head(list(_HEADERS))
-            await client.body(_line({"status": "pulling manifest"}))
+            await client.head(list(_STREAM_HEADERS))
+            await client.body(_render_line({"status": "pulling manifest"}))
             async for operation in self._states():
                 if operation.status in TERMINAL:
-                    return 200, _end(operation)
-                await client.body(_line(self._progress(operation)))
-        return 200, _line({"error": "the record of the import was cleared"})
+                    return 200, _render_end(operation)
+                await client.body(_render_line(self._progress(operation)))
+        return 200, _render_line({"error": "the record of the import was cleared"})
 
     async def wait(self) -> Answer:
         """Wait for the end of the import; raise PullFailed."""
         async for operation in self._states():
             if operation.status == Status.COMPLETED:
-                return _answer(False)
+                return _success_answer(False)
             if operation.status in TERMINAL:
                 raise PullFailed(operation.error or operation.message)
         raise PullFailed("the record of the import was cleared")
@@ -139,11 +142,11 @@ class PullProgress:
         return line
 
 
-def _end(operation: Operation) -> bytes:
+def _render_end(operation: Operation) -> bytes:
     if operation.status == Status.COMPLETED:
-        return _line(_SUCCESS)
-    return _line({"error": operation.error or operation.message or "the import was cancelled"})
+        return _render_line(_SUCCESS_LINE)
+    return _render_line({"error": operation.error or operation.message or "the import was cancelled"})
 
 
-def _line(value: object) -> bytes:
+def _render_line(value: object) -> bytes:
     return msgspec.json.encode(value) + b"\n"

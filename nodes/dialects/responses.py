@@ -33,7 +33,7 @@ from nodes.dialects.responses_input import (
     collect_images,
     convert_items,
     read_items,
-    without_unknown,
+    strip_unknown_items,
 )
 from nodes.gateway import schemas
 from nodes.gateway.generation import (
@@ -47,8 +47,8 @@ from nodes.gateway.generation import (
     total_usage,
 )
 
-_NAMES = {"messages": "input", "response_format": "text", "logprobs": "include"}
-LOGPROBS = "message.output_text.logprobs"
+_CLIENT_FIELD_NAMES = {"messages": "input", "response_format": "text", "logprobs": "include"}
+LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -124,7 +124,7 @@ def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_IT
     openai_common.refuse_fields(
         fields, UNSUPPORTED_FIELDS if earlier.is_kept else UNSUPPORTED_FIELDS | UNSUPPORTED_WITHOUT_STORE
     )
-    known_fields = {**fields, "input": without_unknown(fields.get("input"))}
+    known_fields = {**fields, "input": strip_unknown_items(fields.get("input"))}
     body = wire.parse_struct(known_fields, ResponsesBody)
     tools = FunctionTools(body.tools or ())
     functions, wanted_tool = tools.choose(body.tool_choice)
@@ -148,18 +148,18 @@ def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_IT
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
-            grammar=_schema(body.text),
-            logprobs=LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
+            grammar=_response_schema_json(body.text),
+            logprobs=LOGPROBS_INCLUDE in (body.include or ()) or bool(body.top_logprobs),
             top_logprobs=body.top_logprobs or 0,
         ),
         stream=bool(body.stream),
-        names=_NAMES,
-        echo=_echo(body) | {"store": earlier.is_kept and body.store is not False},
+        client_field_names=_CLIENT_FIELD_NAMES,
+        echo=_echoed_fields(body) | {"store": earlier.is_kept and body.store is not False},
         tool_namespaces=tools.namespaces,
     )
 
 
-def _schema(text: TextConfig | None) -> str:
+def _response_schema_json(text: TextConfig | None) -> str:
     """Return the JSON schema of the response, "" if any text is allowed."""
     if text is None or text.format is None or text.format.type == "text":
         return ""
@@ -167,11 +167,11 @@ def _schema(text: TextConfig | None) -> str:
         return encode_json({"type": "object"})
     if text.format.schema is None:
         raise InvalidInput("text.format.schema: what the JSON is to be", field="text")
-    schemas.check([(text.format.schema, "text.format.schema")])
+    schemas.check_schemas([(text.format.schema, "text.format.schema")])
     return encode_json(text.format.schema)
 
 
-def _echo(body: ResponsesBody) -> dict[str, Any]:
+def _echoed_fields(body: ResponsesBody) -> dict[str, Any]:
     """Return the fields that the response repeats, with OpenAI's defaults for omitted fields."""
     format = body.text.format if body.text is not None else None
     return {
@@ -192,8 +192,8 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
 
 Json = dict[str, Any]
 
-_PREFIXES = {BlockKind.THOUGHT: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
-_EVENT_NAMES = {
+_ID_PREFIX_BY_KIND = {BlockKind.THOUGHT: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_EVENT_NAME_BY_KIND = {
     BlockKind.THOUGHT: "response.reasoning_text",
     BlockKind.TEXT: "response.output_text",
     BlockKind.CALL: "response.function_call_arguments",
@@ -214,7 +214,7 @@ def final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta
         _render_item(head, block, status if block is response_blocks[-1] else "completed")
         for block in response_blocks
     ]
-    return _response(
+    return _response_object(
         head,
         status,
         items,
@@ -223,7 +223,7 @@ def final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta
     )
 
 
-def _response(head: Head, status: str, output: Sequence[Json], **fields: Any) -> Json:
+def _response_object(head: Head, status: str, output: Sequence[Json], **fields: Any) -> Json:
     return {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -253,13 +253,13 @@ def _render_usage(usage: Usage) -> Json:
     }
 
 
-def _identity(head: Head, block: Block) -> str:
-    return f"{_PREFIXES[block.kind]}_{head.id}_{block.number}"
+def _item_id(head: Head, block: Block) -> str:
+    return f"{_ID_PREFIX_BY_KIND[block.kind]}_{head.id}_{block.number}"
 
 
 def _render_item(head: Head, block: Block, status: str) -> Json:
     """Return an item of the output; an item in progress is empty."""
-    identity = _identity(head, block)
+    identity = _item_id(head, block)
     parts = [] if status == "in_progress" else [_render_part(head, block)]
     if block.kind is BlockKind.THOUGHT:
         return {"id": identity, "type": "reasoning", "status": status, "summary": [], "content": parts}
@@ -308,7 +308,9 @@ class ResponseEvents:
         items = [_render_item(self._head, block, "incomplete") for block in self._blocks.blocks]
         reason = {"code": "server_error", "message": error_fields.message}
         events.append(
-            self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
+            self._event(
+                "response.failed", response=_response_object(self._head, "failed", items, error=reason)
+            )
         )
         return b"".join(events)
 
@@ -324,14 +326,14 @@ class ResponseEvents:
             yield self._event(f"response.{response['status']}", response=response)
 
     def _start_events(self) -> bytes:
-        response = _response(self._head, "in_progress", [])
+        response = _response_object(self._head, "in_progress", [])
         names = ("response.created", "response.in_progress")
         return b"".join(self._event(name, response=response) for name in names)
 
     def _render_step(self, step: BlockStep, status: str) -> Iterator[bytes]:
         """Yield the events of one step; `status` is the final status of an item that the step closes."""
-        block, name = step.block, _EVENT_NAMES[step.block.kind]
-        position = {"item_id": _identity(self._head, block), "output_index": block.number}
+        block, name = step.block, _EVENT_NAME_BY_KIND[step.block.kind]
+        position = {"item_id": _item_id(self._head, block), "output_index": block.number}
         inner = {} if block.kind is BlockKind.CALL else {"content_index": 0}
         if step.change is BlockChange.OPENED:
             blank = Block(block.number, block.kind, block.call)

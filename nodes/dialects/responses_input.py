@@ -72,7 +72,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 Items = Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-_REQUIRED_FIELDS = {
+_REQUIRED_FIELDS_BY_TYPE = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
@@ -80,9 +80,9 @@ _REQUIRED_FIELDS = {
     "custom_tool_call_output": ("call_id", "output"),
     "item_reference": ("id",),
 }
-_USED_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-_KNOWN_TYPES = frozenset({*_REQUIRED_FIELDS, *_USED_TYPES})
-_RESULT_SUFFIXES = ("_output", "_response")
+_READABLE_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_KNOWN_ITEM_TYPES = frozenset({*_REQUIRED_FIELDS_BY_TYPE, *_READABLE_ITEM_TYPES})
+_RESULT_TYPE_SUFFIXES = ("_output", "_response")
 """Suffixes of the types of items that hold the result of a tool call."""
 _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _THOUGHT_ID_PREFIX = "rs_"
@@ -113,7 +113,7 @@ class InputEntry(NamedTuple):
     item: Item
 
 
-def without_unknown(input_items: Any) -> Any:
+def strip_unknown_items(input_items: Any) -> Any:
     """Return the input of a request; each item of an unknown type is reduced to its type.
 
     Unknown types may use the same field names with other meanings.
@@ -122,7 +122,9 @@ def without_unknown(input_items: Any) -> Any:
         return input_items
     return [
         {"type": item["type"]}
-        if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in _KNOWN_TYPES
+        if isinstance(item, dict)
+        and isinstance(item.get("type"), str)
+        and item["type"] not in _KNOWN_ITEM_TYPES
         else item
         for item in input_items
     ]
@@ -137,22 +139,22 @@ def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STOR
     if isinstance(input_items, str):
         entries.append(InputEntry("input", Item(role="user", content=input_items)))
     else:
-        entries += _resolve(input_items, earlier)
+        entries += _resolve_references(input_items, earlier)
     if len(entries) > MAX_MESSAGES:
-        raise field_error("input", f"at most {MAX_MESSAGES} items with the earlier ones", _TOO_MANY)
+        raise field_error("input", f"at most {MAX_MESSAGES} items with the earlier ones", _TOO_MANY_CODE)
     readable = list(_select_readable(entries))
-    _check_results(readable)
+    _check_result_calls(readable)
     return readable
 
 
-_TOO_MANY = "array_above_max_length"
+_TOO_MANY_CODE = "array_above_max_length"
 
 
 def _parse_stored_item(item: Mapping[str, Any]) -> Item:
     return msgspec.convert(item, Item)
 
 
-def _resolve(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
+def _resolve_references(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
     """Yield the items; replace each reference by its stored item.
 
     A reference is left out if its item is in the conversation anyway, or if it refers to a thought that is
@@ -181,7 +183,7 @@ def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
     """
     unread_result = ""
     for path, item in entries:
-        for name in _REQUIRED_FIELDS.get(item.type, ()):
+        for name in _REQUIRED_FIELDS_BY_TYPE.get(item.type, ()):
             if getattr(item, name) is None:
                 raise field_error(f"{path}.{name}", f"an item of the type {item.type[:64]} needs it")
         if item.type == "custom_tool_call":
@@ -189,8 +191,8 @@ def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
             item = msgspec.structs.replace(item, type="function_call", arguments=arguments)
         elif item.type == "custom_tool_call_output":
             item = msgspec.structs.replace(item, type="function_call_output")
-        elif item.type not in _USED_TYPES:
-            unread_result = path if item.type.endswith(_RESULT_SUFFIXES) else unread_result
+        elif item.type not in _READABLE_ITEM_TYPES:
+            unread_result = path if item.type.endswith(_RESULT_TYPE_SUFFIXES) else unread_result
             continue
         if item.type == "message":
             unread_result = ""
@@ -215,7 +217,7 @@ def _check_parts(item: Item, path: str) -> None:
                 raise field_error(f"{part_path}.type", f"no model here reads {kind!r}", "unsupported_value")
 
 
-_TEXT_FILE_HEAD = re.compile(
+_TEXT_FILE_HEAD_PATTERN = re.compile(
     r"data:(text/[a-z0-9.+-]+|application/json)(;charset=utf-8)?;base64", re.IGNORECASE
 )
 
@@ -224,7 +226,7 @@ def _file_text(part: Content, path: str) -> str:
     """Return the text of a file inside the request; raise InvalidInput for any other file."""
     head, _, data = (part.file_data or "").partition(",")
     try:
-        if not _TEXT_FILE_HEAD.fullmatch(head):
+        if not _TEXT_FILE_HEAD_PATTERN.fullmatch(head):
             raise ValueError
         text = base64.b64decode(data, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -233,7 +235,7 @@ def _file_text(part: Content, path: str) -> str:
     return f"{part.filename}\n{text}" if part.filename else text
 
 
-def _check_results(entries: Iterable[InputEntry]) -> None:
+def _check_result_calls(entries: Iterable[InputEntry]) -> None:
     """Raise InvalidInput for the result of a tool call if no item before it has the call."""
     calls = set()
     for path, item in entries:
@@ -355,7 +357,7 @@ class FunctionTools:
         self.functions: list[Tool] = []
         self.namespaces: dict[str, tuple[str, str]] = {}
         """Function name in the request -> the namespace and the name in it."""
-        self.others: list[str] = []
+        self.other_types: list[str] = []
         namespaces: list[tuple[Mapping[str, Any], str]] = []
         for number, tool in enumerate(listed):
             path, kind = f"tools[{number}]", tool.get("type")
@@ -366,7 +368,7 @@ class FunctionTools:
             elif kind == "function":
                 self._add_function(wire.parse_part(tool, FlatTool, path))
             else:
-                self.others.append(kind)
+                self.other_types.append(kind)
         # Last, because a function without a namespace keeps its name.
         for tool, path in namespaces:
             self._add_namespace(tool, path)
@@ -382,7 +384,7 @@ class FunctionTools:
             if not isinstance(entry, dict):
                 raise field_error(entry_path, "a tool is an object", "invalid_type")
             if entry.get("type") != "function":
-                self.others.append(str(entry.get("type")))
+                self.other_types.append(str(entry.get("type")))
                 continue
             function = wire.parse_part(entry, FlatTool, entry_path)
             name = self._free_name(space, function.name)
@@ -394,7 +396,7 @@ class FunctionTools:
         taken = {tool.function.name for tool in self.functions}
         if name not in taken:
             return name
-        long_name = _UNSAFE.sub("_", f"{space}__{name}")[-64:]
+        long_name = _UNSAFE_CHARACTER_PATTERN.sub("_", f"{space}__{name}")[-64:]
         numbered = (f"{long_name[-60:]}_{number}" for number in range(2, MAX_TOOLS + 3))
         return next((free for free in (long_name, *numbered) if free not in taken), long_name)
 
@@ -408,8 +410,8 @@ class FunctionTools:
 
         Raises InvalidInput if the request has tools but no function, or requires a tool that is left out.
         """
-        if self.others and not self.functions and wanted != "none":
-            kinds = ", ".join(sorted(set(self.others)))[:100]
+        if self.other_types and not self.functions and wanted != "none":
+            kinds = ", ".join(sorted(set(self.other_types)))[:100]
             raise field_error("tools", f"none of these can be run here: {kinds}", "unsupported_value")
         if not isinstance(wanted, FlatChoice):
             return self.functions, wanted
@@ -447,4 +449,4 @@ class FunctionTools:
         return own or inner
 
 
-_UNSAFE = re.compile("[^a-zA-Z0-9_-]")
+_UNSAFE_CHARACTER_PATTERN = re.compile("[^a-zA-Z0-9_-]")

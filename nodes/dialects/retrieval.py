@@ -32,7 +32,7 @@ from nodes.gateway.request import InferenceRequest, node_header
 
 MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024
-TRUNCATE = "truncate"
+TRUNCATE_METADATA = "truncate"
 """Request metadata: `false` if the engine must refuse a text that exceeds the context of the model."""
 CONCURRENT_TEXTS = 8
 """Maximum number of parallel calls of one request on its replica; each call has one text."""
@@ -120,7 +120,7 @@ async def embed(request: InferenceRequest) -> Answer:
     return Answer(render_response(body, results), headers=tuple(node_header(request)))
 
 
-_NO_TOKEN_IDS = (
+_NO_TOKEN_IDS_MESSAGE = (
     "this model takes texts; token ids belong to one tokenizer, and a definition has to say that clients use"
     " the model's (`token_ids: true`). LangChain sends texts with check_embedding_ctx_length=False"
 )
@@ -137,13 +137,13 @@ async def compute_embeddings(
     definition = await find_definition(body.model)
     request.model = definition.name
     if not definition.takes_token_ids and any(isinstance(item, tuple) for item in body.inputs):
-        raise wire.field_error(field, _NO_TOKEN_IDS, "unsupported_value")
+        raise wire.field_error(field, _NO_TOKEN_IDS_MESSAGE, "unsupported_value")
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
-    options.Metadata[TRUNCATE] = "true" if truncate else "false"
+    options.Metadata[TRUNCATE_METADATA] = "true" if truncate else "false"
     if "numpy" not in sys.modules:  # it takes 100 ms and 10 MB, and only embeddings need it
         await asyncio.to_thread(import_module, "numpy")
     try:
-        results = await _call_replica(request, options, body.inputs)
+        results = await _embed_on_replica(request, options, body.inputs)
     except InvalidInput as refusal:
         refusal.field = refusal.field or field
         raise
@@ -152,16 +152,16 @@ async def compute_embeddings(
     return results
 
 
-async def _call_replica(
+async def _embed_on_replica(
     request: InferenceRequest, options: PredictOptions, texts: Sequence[Input]
 ) -> Sequence[EmbeddingResult]:
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine:
-            return await _call_engine(engine, options, texts, request.deadline)
+            return await _embed_texts(engine, options, texts, request.deadline)
 
 
-async def _call_engine(
+async def _embed_texts(
     engine: BackendClient, options: PredictOptions, texts: Sequence[Input], deadline: float
 ) -> Sequence[EmbeddingResult]:
     """Make one call for each text, up to `CONCURRENT_TEXTS` at a time.
@@ -169,11 +169,11 @@ async def _call_engine(
     The first failure cancels the other calls.
     """
     if len(texts) == 1:
-        return [await _call(engine, options, texts[0], deadline)]
+        return [await _embed_text(engine, options, texts[0], deadline)]
     results: list[EmbeddingResult] = [EmbeddingResult()] * len(texts)
     waiting = iter(enumerate(texts))
     callers = [
-        asyncio.ensure_future(_call_each(engine, options, waiting, results, deadline))
+        asyncio.ensure_future(_embed_waiting_texts(engine, options, waiting, results, deadline))
         for _ in range(min(CONCURRENT_TEXTS, len(texts)))
     ]
     try:
@@ -183,7 +183,7 @@ async def _call_engine(
     return results
 
 
-async def _call_each(
+async def _embed_waiting_texts(
     engine: BackendClient,
     options: PredictOptions,
     waiting: Iterator[tuple[int, Input]],
@@ -191,10 +191,10 @@ async def _call_each(
     deadline: float,
 ) -> None:
     for index, text in waiting:
-        results[index] = await _call(engine, options, text, deadline)
+        results[index] = await _embed_text(engine, options, text, deadline)
 
 
-async def _call(
+async def _embed_text(
     engine: BackendClient, options: PredictOptions, text: Input, deadline: float
 ) -> EmbeddingResult:
     remaining = deadline - clock.monotonic()
@@ -358,10 +358,10 @@ class RerankBody(msgspec.Struct, frozen=True):
 
 async def rerank(request: InferenceRequest) -> Answer:
     """Rank the documents of one request."""
-    return wire.json_answer(render_ranking(*await _rank(request)), headers=node_header(request))
+    return wire.json_answer(render_ranking(*await _rank_documents(request)), headers=node_header(request))
 
 
-async def _rank(request: InferenceRequest) -> tuple[RerankBody, RerankResult]:
+async def _rank_documents(request: InferenceRequest) -> tuple[RerankBody, RerankResult]:
     body = wire.parse_struct(wire.parse_json_object(request.body), RerankBody)
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -387,7 +387,7 @@ class CohereRerankResponse(ResponseBody, kw_only=True):
 
 async def cohere_rerank(request: InferenceRequest) -> Answer:
     """Rank the documents of one request in the form of Cohere's second API."""
-    body, result = await _rank(request)
+    body, result = await _rank_documents(request)
     entries = [
         CohereEntry(entry.index, entry.relevance_score) for entry in render_ranking(body, result).results
     ]

@@ -37,29 +37,29 @@ from nodes.gateway.streams import EventStream
 
 logger = logging.getLogger(__name__)
 
-MAX_RESPONSES = 10_000
+MAX_RESPONSES_PER_KEY = 10_000
 """Limit on the stored responses of a key."""
-MAX_EARLIER = 1000
+MAX_CHAIN_LENGTH = 1000
 """Maximum number of stored responses in one conversation."""
 RENEWAL_FRACTION = 0.1
 """Fraction of the retention after which another use of a response is recorded."""
-_ROW_BYTES = 300
+_ROW_OVERHEAD_BYTES = 300
 """Bytes of a row in addition to its contents, including its entries in the indexes."""
 _ID_PREFIX = "resp_"
-_VISIBLE_ROW = "r.owner = %(owner)s AND r.used_at >= %(since)s"
+_VISIBLE_ROW_SQL = "r.owner = %(owner)s AND r.used_at >= %(since)s"
 # A chain ends with its first response, at a gap, or with the first row that makes it too large, whose
 # contents are not read. Responses that items are taken from come with it, the newest as far as they fit.
-_LOAD = f"""
+_LOAD_SQL = f"""
 WITH RECURSIVE chain AS (
     SELECT r.id, r.previous_id, r.size::bigint AS total, 1 AS depth
-    FROM stored_responses r WHERE r.id = %(previous)s AND {_VISIBLE_ROW}
+    FROM stored_responses r WHERE r.id = %(previous)s AND {_VISIBLE_ROW_SQL}
   UNION ALL
     SELECT r.id, r.previous_id, chain.total + r.size, chain.depth + 1
-    FROM chain JOIN stored_responses r ON r.id = chain.previous_id AND {_VISIBLE_ROW}
+    FROM chain JOIN stored_responses r ON r.id = chain.previous_id AND {_VISIBLE_ROW_SQL}
     WHERE chain.total <= %(bytes)s AND chain.depth < %(rows)s
 ), named AS (
     SELECT r.id, sum(r.size) OVER (ORDER BY r.created_at DESC, r.id) AS total
-    FROM stored_responses r WHERE r.id = ANY(%(named)s) AND {_VISIBLE_ROW}
+    FROM stored_responses r WHERE r.id = ANY(%(named)s) AND {_VISIBLE_ROW_SQL}
 )
 SELECT chain.depth, r.id, r.previous_id,
     CASE WHEN chain.total <= %(bytes)s THEN r.input END, CASE WHEN chain.total <= %(bytes)s THEN r.output END
@@ -69,20 +69,20 @@ SELECT 0, r.id, '', NULL, r.output FROM named JOIN stored_responses r USING (id)
 WHERE named.total <= %(bytes)s
 ORDER BY 1 DESC
 """
-_ADD = """
+_ADD_SQL = """
 INSERT INTO stored_responses
     (id, owner, previous_id, created_at, used_at, size, input, output, response)
 VALUES (%(id)s, %(owner)s, %(previous)s, %(now)s, %(now)s, %(size)s, %(input)s, %(output)s, %(response)s)
 """
 # Rows that another process renews or deletes meanwhile are left to it.
-_RENEW = """
+_RENEW_SQL = """
 UPDATE stored_responses SET used_at = %(now)s WHERE id IN (
     SELECT id FROM stored_responses
     WHERE id = ANY(%(used)s) AND owner = %(owner)s AND used_at < %(renewed)s
     ORDER BY id FOR UPDATE SKIP LOCKED
 )
 """
-_SHRINK = """
+_SHRINK_SQL = """
 DELETE FROM stored_responses WHERE id IN (
     SELECT id FROM stored_responses WHERE id IN (
         SELECT id FROM (
@@ -93,8 +93,8 @@ DELETE FROM stored_responses WHERE id IN (
     ) ORDER BY id FOR UPDATE SKIP LOCKED
 )
 """
-_SHOW = f"SELECT r.response, r.output FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW}"
-_DELETE = f"DELETE FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW}"
+_SHOW_SQL = f"SELECT r.response, r.output FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW_SQL}"
+_DELETE_SQL = f"DELETE FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW_SQL}"
 
 
 class DeletedResponse(ResponseBody, kw_only=True):
@@ -104,14 +104,14 @@ class DeletedResponse(ResponseBody, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Store:
+class CallerStore:
     """The stored responses of one API key."""
 
     owner: str
     retention: timedelta
 
     @classmethod
-    def of(cls, request: InferenceRequest) -> "Store | None":
+    def of(cls, request: InferenceRequest) -> "CallerStore | None":
         """Return the store of the caller; None if responses are not stored for it."""
         retention = conf.cluster().response_retention
         return (
@@ -131,10 +131,10 @@ class Store:
         if not previous and not named:
             return StoredContext(StoredItems(is_kept=True))
         parameters = self.parameters(
-            clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_EARLIER
+            clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_CHAIN_LENGTH
         )
         with _translate_unreachable():
-            rows = await database_pool.shared().fetch_rows(_LOAD, parameters)
+            rows = await database_pool.shared().fetch_rows(_LOAD_SQL, parameters)
         chain = [row[1:] for row in rows if row[0]]
         if previous:
             _check_chain(previous, chain)
@@ -154,7 +154,7 @@ class StoredContext:
     """The stored items that a request refers to, and the ids of the responses that contain them."""
 
     earlier: StoredItems = NO_STORED_ITEMS
-    used: tuple[str, ...] = ()
+    used_ids: tuple[str, ...] = ()
 
 
 def _referenced_ids(input_items: Any) -> set[str]:
@@ -173,7 +173,7 @@ def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
     """Raise InvalidInput if the conversation is incomplete; the oldest response comes first."""
     if not chain:
         message = f"Previous response with id '{previous[:100]}' not found."
-    elif chain[0][2] is None or (chain[0][1] and len(chain) >= MAX_EARLIER):
+    elif chain[0][2] is None or (chain[0][1] and len(chain) >= MAX_CHAIN_LENGTH):
         message = "the conversation has become too long; send what matters of it as `input`"
     elif chain[0][1]:
         message = f"an earlier response of the conversation, '{chain[0][1]}', is no longer stored"
@@ -196,9 +196,9 @@ def _translate_unreachable() -> Iterator[None]:
 class ResponseRecord:
     """The parts of a request that are stored with its response."""
 
-    store: Store
+    store: CallerStore
     input: bytes
-    used: Sequence[str]
+    used_ids: Sequence[str]
     echo: dict[str, Any] = field(default_factory=dict)
     """Fields of the request that the response repeats; `store` becomes false if storing fails."""
 
@@ -207,7 +207,7 @@ class ResponseRecord:
         response = responses.final_response(head, blocks.collect_blocks(deltas), deltas[-1])
         output = wire.encode(response.pop("output"))
         response_json = wire.encode(response)
-        size = _ROW_BYTES + len(self.input) + len(output) + len(response_json)
+        size = _ROW_OVERHEAD_BYTES + len(self.input) + len(output) + len(response_json)
         now, space = clock.now(), conf.cluster().response_space
         if size > min(space, MAX_BODY_BYTES):
             self.echo["store"] = False
@@ -220,12 +220,12 @@ class ResponseRecord:
             input=self.input,
             output=output,
             response=response_json,
-            used=list(self.used),
+            used_ids=list(self.used_ids),
             renewed=now - self.store.retention * RENEWAL_FRACTION,
             space=space,
-            most=MAX_RESPONSES,
+            most=MAX_RESPONSES_PER_KEY,
         )
-        statements = (_ADD, *((_RENEW,) if self.used else ()), _SHRINK)
+        statements = (_ADD_SQL, *((_RENEW_SQL,) if self.used_ids else ()), _SHRINK_SQL)
         try:
             await database_pool.shared().run_in_transaction([(text, parameters) for text in statements])
         except (*database_pool.UNREACHABLE, Unavailable) as error:
@@ -247,13 +247,13 @@ def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
 async def create(request: InferenceRequest) -> Answer | EventStream:
     """Answer a conversation; store the response unless the request forbids it."""
     fields = wire.parse_json_object(request.body)
-    store = Store.of(request)
+    store = CallerStore.of(request)
     loaded = await store.load(fields) if store else StoredContext()
     generation = responses.parse_request(fields, loaded.earlier)
     identity, store_response = request.request_id, None
     if store and generation.echo["store"]:
         record = ResponseRecord(
-            store, _input_items(fields, loaded.earlier), loaded.used, dict(generation.echo)
+            store, _input_items(fields, loaded.earlier), loaded.used_ids, dict(generation.echo)
         )
         generation, store_response = (
             msgspec.structs.replace(generation, echo=record.echo),
@@ -268,7 +268,9 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
 
 async def show(request: InferenceRequest) -> Answer:
     """Respond with a stored response."""
-    rows = await _run(request, lambda parameters: database_pool.shared().fetch_rows(_SHOW, parameters))
+    rows = await _run_statement(
+        request, lambda parameters: database_pool.shared().fetch_rows(_SHOW_SQL, parameters)
+    )
     if not rows:
         raise _not_found(request)
     response, output = rows[0]
@@ -277,30 +279,34 @@ async def show(request: InferenceRequest) -> Answer:
 
 async def delete(request: InferenceRequest) -> Answer:
     """Delete a stored response. A conversation that contains the response cannot be continued any more."""
-    if not await _run(request, lambda parameters: database_pool.shared().run(_DELETE, parameters)):
+    if not await _run_statement(
+        request, lambda parameters: database_pool.shared().run(_DELETE_SQL, parameters)
+    ):
         raise _not_found(request)
-    return wire.json_answer(DeletedResponse(id=_identity(request)))
+    return wire.json_answer(DeletedResponse(id=_response_id(request)))
 
 
 T = TypeVar("T")
 
 
-async def _run(request: InferenceRequest, statement: Callable[[Mapping[str, Any]], Awaitable[T]]) -> T | None:
+async def _run_statement(
+    request: InferenceRequest, statement: Callable[[Mapping[str, Any]], Awaitable[T]]
+) -> T | None:
     """Return the result of a statement about the response in the path; None if the caller has no store."""
     await confirm(request)
-    store = Store.of(request)
+    store = CallerStore.of(request)
     if store is None:
         return None
     with _translate_unreachable():
-        return await statement(store.parameters(clock.now(), id=_identity(request)))
+        return await statement(store.parameters(clock.now(), id=_response_id(request)))
 
 
-def _identity(request: InferenceRequest) -> str:
+def _response_id(request: InferenceRequest) -> str:
     return request.path.rpartition("/")[2]
 
 
 def _not_found(request: InferenceRequest) -> NotFound:
-    message = f"Response with id '{names.to_single_line(_identity(request)[:100])}' not found."
-    if Store.of(request) is None:
+    message = f"Response with id '{names.to_single_line(_response_id(request)[:100])}' not found."
+    if CallerStore.of(request) is None:
         message += " This cluster stores no responses for this caller (CLUSTER_RESPONSE_RETENTION)."
     return NotFound(message, field="id")

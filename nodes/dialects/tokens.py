@@ -14,7 +14,7 @@ from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.anthropic import CountBody
-from nodes.dialects.anthropic_input import without_unknown
+from nodes.dialects.anthropic_input import drop_unknown_blocks
 from nodes.dialects.openai_common import NonNegativeInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
@@ -79,7 +79,7 @@ async def detokenize(request: InferenceRequest) -> Answer:
 
 async def count_tokens(request: InferenceRequest) -> Answer:
     """Respond with the number of tokens."""
-    body = wire.parse_struct(without_unknown(wire.parse_json_object(request.body)), CountBody)
+    body = wire.parse_struct(drop_unknown_blocks(wire.parse_json_object(request.body)), CountBody)
     definition = await find_definition(body.model)
     request.model = definition.name
     prompt = await render_template(definition, body.conversation)

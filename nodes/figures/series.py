@@ -21,7 +21,7 @@ NODE_PREFIX = "node/"
 """Prefix of the subject of a node; the node's id follows."""
 MODEL_PREFIX = "model/"
 """Prefix of the subject of a model; the model's name follows."""
-ALL_MODELS = MODEL_PREFIX
+ALL_MODELS_SUBJECT = MODEL_PREFIX
 """Subject of the sums over all models."""
 CLUSTER_FIGURES = (
     *("nodes", "gpus", "busy", "vram_used", "vram_total", "ram_used", "ram_total"),
@@ -77,7 +77,7 @@ def _gpu_names(index: int | None) -> tuple[str, ...]:
     return ("", *(f"gpu{index}.{figure}" for figure in GPU_FIGURES))
 
 
-_Sums = tuple[list[float], list[float]]
+_StepSums = tuple[list[float], list[float]]
 """For each step: the sum of the values and the sum of their weights.
 
 A value is weighted with its seconds, unless it is a count.
@@ -89,7 +89,7 @@ class Grid:
 
     def __init__(self, start: datetime, step: timedelta, count: int) -> None:
         self._start, self._step, self._count = epoch_seconds(start), step // SECOND, count
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, _StepSums] = {}
 
     def add_sample(self, at: datetime, subject: str, numbers: Numbers) -> None:
         """Add a sample."""
@@ -125,25 +125,25 @@ class Grid:
             for name, (totals, weights) in self._sums.items()
         }
 
-    def _sums_of(self, name: str) -> _Sums:
+    def _sums_of(self, name: str) -> _StepSums:
         sums = self._sums.get(name)
         if sums is None:
             sums = self._sums[name] = ([0.0] * self._count, [0.0] * self._count)
         return sums
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Columns).decode
+_encode_columns = msgspec.msgpack.Encoder().encode
+_decode_columns = msgspec.msgpack.Decoder(Columns).decode
 
 
 def pack(columns: Mapping[str, Numbers]) -> bytes:
     """Pack the columns to a block: differences as MessagePack, in which small numbers need one byte."""
-    return zlib.compress(_encode({name: _differences(values) for name, values in columns.items()}))
+    return zlib.compress(_encode_columns({name: _differences(values) for name, values in columns.items()}))
 
 
 def unpack(block: bytes) -> Columns:
     """Unpack the columns of a block."""
-    return {name: _running_sums(values) for name, values in _decode(zlib.decompress(block)).items()}
+    return {name: _running_sums(values) for name, values in _decode_columns(zlib.decompress(block)).items()}
 
 
 def _differences(values: Iterable[int | None]) -> list[int | None]:

@@ -24,19 +24,19 @@ from nodes.figures import partitions, series
 from nodes.figures.partitions import PartitionedTable
 from nodes.figures.series import DAY, HOUR, MINUTE, SAMPLE_EVERY, Columns, Grid, floor_to_step
 
-SAMPLES = PartitionedTable("figure_samples", HOUR, kept=HOUR)
-HOURS = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
-DAYS = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
-TABLES = (SAMPLES, HOURS, DAYS)
+SAMPLES_TABLE = PartitionedTable("figure_samples", HOUR, kept=HOUR)
+HOURS_TABLE = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
+DAYS_TABLE = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
+TABLES = (SAMPLES_TABLE, HOURS_TABLE, DAYS_TABLE)
 LATE_SAMPLES_GRACE = 2 * MINUTE
 """Time after the end of a period in which late samples may arrive."""
 MAX_RETENTION = DAY
 """Age at which samples are dropped even if they are not packed."""
 SUBJECTS_PER_TRANSACTION = 50
 """Maximum subjects of one transaction, about 20 MB of samples."""
-_MAX_VALUE = 2**31 - 1
+_MAX_INTEGER = 2**31 - 1
 
-Scope = dict[str, Any]
+SqlParameters = dict[str, Any]
 """Parameters of a statement."""
 
 
@@ -45,17 +45,17 @@ def _mib(value: str) -> str:
 
     A wrong sensor must not fail the samples of all nodes.
     """
-    return f"(({value}) >> 20 & {_MAX_VALUE})::int"
+    return f"(({value}) >> 20 & {_MAX_INTEGER})::int"
 
 
 def _sum(value: str) -> str:
-    return f"(sum({value}) & {_MAX_VALUE})::int"
+    return f"(sum({value}) & {_MAX_INTEGER})::int"
 
 
 _VRAM_LIMIT = "CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END"
 _GPUS = """jsonb_to_recordset(gpus)
     AS gpu(index int, total_vram bigint, free_vram bigint, utilization int, temperature int, power int)"""
-_SAMPLE = f"""
+_SAMPLE_SQL = f"""
 WITH node AS (
     SELECT id, gpus,
         {_mib(f"CASE WHEN total_vram > 0 THEN GREATEST(0, {_VRAM_LIMIT} - available_vram) END")} AS vram_used,
@@ -81,12 +81,12 @@ FROM gpus LEFT JOIN node ON TRUE
 ON CONFLICT DO NOTHING
 """
 # In the order of subjects: two processes that add to the same rows never deadlock.
-_ADD_COUNTS = f"""
+_ADD_COUNTS_SQL = f"""
 INSERT INTO figure_samples (subject, at, numbers)
 SELECT subject, %(at)s, numbers
 FROM jsonb_to_recordset(%(counts)s::jsonb) AS counted(subject text, numbers int[]) ORDER BY subject
 ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
-    SELECT LEAST(stored::bigint + added, {_MAX_VALUE})::int
+    SELECT LEAST(stored::bigint + added, {_MAX_INTEGER})::int
     FROM unnest(figure_samples.numbers, excluded.numbers) WITH ORDINALITY AS pair(stored, added, place)
     ORDER BY place)
 """
@@ -99,7 +99,7 @@ def store_samples(*, heard_since: datetime, now: datetime) -> int:
     """
     partitions.create_missing((table, at) for table in TABLES for at in (now, now + table.width))
     with connection.cursor() as cursor:
-        cursor.execute(_SAMPLE, {"at": floor_to_step(now, SAMPLE_EVERY), "heard_since": heard_since})
+        cursor.execute(_SAMPLE_SQL, {"at": floor_to_step(now, SAMPLE_EVERY), "heard_since": heard_since})
         stored: int = cursor.rowcount
     return stored
 
@@ -109,13 +109,15 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
 
     Do not repeat it after a lost reply: the statement may have been executed.
     """
-    numbers = {name: [min(number, _MAX_VALUE) for number in astuple(count)] for name, count in counts.items()}
+    numbers = {
+        name: [min(number, _MAX_INTEGER) for number in astuple(count)] for name, count in counts.items()
+    }
     rows = [{"subject": series.MODEL_PREFIX + name, "numbers": row} for name, row in numbers.items() if name]
-    sums = [min(sum(column), _MAX_VALUE) for column in zip(*numbers.values(), strict=True)]
+    sums = [min(sum(column), _MAX_INTEGER) for column in zip(*numbers.values(), strict=True)]
     if sums:
-        rows.append({"subject": series.ALL_MODELS, "numbers": sums})
+        rows.append({"subject": series.ALL_MODELS_SUBJECT, "numbers": sums})
         parameters = {"at": floor_to_step(now, SAMPLE_EVERY), "counts": orjson.dumps(rows).decode()}
-        await pool.run(_ADD_COUNTS, parameters)
+        await pool.run(_ADD_COUNTS_SQL, parameters)
 
 
 @dataclass(frozen=True)
@@ -135,16 +137,23 @@ class RollUp:
         """Pack the next subjects of the period in one transaction. Return False if no subject is left."""
         with transaction.atomic(), connection.cursor() as cursor:
             names = {"source": self.source.name, "target": self.target.name}
-            scope: Scope = {"start": start, "end": start + self.period, "limit": SUBJECTS_PER_TRANSACTION}
-            cursor.execute(_NEXT_SUBJECTS.format(**names), scope)
+            scope: SqlParameters = {
+                "start": start,
+                "end": start + self.period,
+                "limit": SUBJECTS_PER_TRANSACTION,
+            }
+            cursor.execute(_NEXT_SUBJECTS_SQL.format(**names), scope)
             subjects = [subject for (subject,) in cursor.fetchall()]
             if subjects:
-                column = "numbers" if self.source is SAMPLES else "body"
+                column = "numbers" if self.source is SAMPLES_TABLE else "body"
                 cursor.execute(
-                    _READ_ROWS.format(column=column, table=self.source.name), scope | {"subjects": subjects}
+                    _READ_ROWS_SQL.format(column=column, table=self.source.name),
+                    scope | {"subjects": subjects},
                 )
                 blocks = self._blocks(start, cursor.fetchall())
-                cursor.execute(_INSERT_BLOCKS.format(**names), [start, list(blocks), list(blocks.values())])
+                cursor.execute(
+                    _INSERT_BLOCKS_SQL.format(**names), [start, list(blocks), list(blocks.values())]
+                )
         return bool(subjects)
 
     def _blocks(self, start: datetime, rows: Sequence[tuple[str, datetime, Any]]) -> dict[str, bytes]:
@@ -153,24 +162,24 @@ class RollUp:
             grid = grids.get(subject)
             if grid is None:
                 grid = grids[subject] = Grid(start, self.step, self.period // self.step)
-            if self.source is SAMPLES:
+            if self.source is SAMPLES_TABLE:
                 grid.add_sample(at, subject, value)
             else:
                 grid.add_block(at, MINUTE, series.unpack(value))
         return {subject: series.pack(grid.columns()) for subject, grid in grids.items()}
 
 
-ROLL_UPS = (RollUp(SAMPLES, HOURS, MINUTE), RollUp(HOURS, DAYS, HOUR))
-_NEXT_SUBJECTS = """
+ROLL_UPS = (RollUp(SAMPLES_TABLE, HOURS_TABLE, MINUTE), RollUp(HOURS_TABLE, DAYS_TABLE, HOUR))
+_NEXT_SUBJECTS_SQL = """
 SELECT DISTINCT subject FROM {source} WHERE at >= %(start)s AND at < %(end)s
     AND subject > coalesce((SELECT max(subject) FROM {target} WHERE at = %(start)s), '')
 ORDER BY subject LIMIT %(limit)s
 """
-_READ_ROWS = """
+_READ_ROWS_SQL = """
 SELECT subject, at, {column} FROM {table}
 WHERE at >= %(start)s AND at < %(end)s AND subject = ANY(%(subjects)s)
 """
-_INSERT_BLOCKS = """
+_INSERT_BLOCKS_SQL = """
 INSERT INTO {target} (subject, at, body)
 SELECT subject, %s, body FROM unnest(%s::text[], %s::bytea[]) AS block(subject, body) ON CONFLICT DO NOTHING
 """
@@ -236,7 +245,7 @@ def read(subjects: Sequence[str], span: Span) -> dict[str, Columns]:
                 if not is_packed(subject, at):
                     grids[subject].add_block(at, level.step, series.unpack(body))
                     packed.add((subject, at, level.period))
-    for subject, at, numbers in _read_rows("numbers", SAMPLES, subjects, span.start, span.end):
+    for subject, at, numbers in _read_rows("numbers", SAMPLES_TABLE, subjects, span.start, span.end):
         if not is_packed(subject, at):
             grids[subject].add_sample(at, subject, numbers)
     return {subject: grid.columns() for subject, grid in grids.items()}
@@ -246,7 +255,7 @@ def _read_rows(
     column: str, table: PartitionedTable, subjects: Sequence[str], start: datetime, end: datetime
 ) -> list[tuple[str, datetime, Any]]:
     with connection.cursor() as cursor:
-        scope: Scope = {"start": start, "end": end, "subjects": list(subjects)}
-        cursor.execute(_READ_ROWS.format(column=column, table=table.name), scope)
+        scope: SqlParameters = {"start": start, "end": end, "subjects": list(subjects)}
+        cursor.execute(_READ_ROWS_SQL.format(column=column, table=table.name), scope)
         rows: list[tuple[str, datetime, Any]] = cursor.fetchall()
     return rows

@@ -2,7 +2,7 @@
 
 A handler returns a complete answer, or an answer that `play` sends piece by piece, such as an `EventStream`.
 A stream that fails before its first byte becomes an ordinary error response. If a process stops, requests
-whose answers have not begun get a 503 (`end_all`).
+whose answers have not begun get a 503 (`cancel_all_answers`).
 
 Authentication errors come before content errors. A request without any credential is refused before its body
 is read, unless it comes from a network that the operator admits without a key. A client that can send no
@@ -65,7 +65,7 @@ Handler = Callable[[InferenceRequest], Awaitable[Answer | StreamedAnswer]]
 
 
 class _AnswerScope(CancelScope):
-    """A cancel scope around the work on one answer; `end_all` cancels it."""
+    """A cancel scope around the work on one answer; `cancel_all_answers` cancels it."""
 
     def __enter__(self) -> Self:
         _answer_scopes.add(self)
@@ -80,11 +80,11 @@ _answer_scopes: set[_AnswerScope] = set()
 
 
 def cancel_on_stop() -> CancelScope:
-    """Return a context manager that raises Unavailable when `end_all` cancels it."""
+    """Return a context manager that raises Unavailable when `cancel_all_answers` cancels it."""
     return _AnswerScope()
 
 
-def end_all() -> None:
+def cancel_all_answers() -> None:
     """Cancel the work on all answers that have not begun, and on all audio streams.
 
     The process is about to stop.
@@ -93,7 +93,7 @@ def end_all() -> None:
         scope.cancel(Unavailable("this web process is stopping", retry_after=1))
 
 
-WATCH_DELAY = 0.1
+WATCH_DELAY_SECONDS = 0.1
 """Seconds until a request watches for a disconnect: most requests end earlier and need no task."""
 
 
@@ -105,48 +105,48 @@ class _CancelOnDisconnect(CancelScope):
         self._watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
-        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY, self._begin)
+        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY_SECONDS, self._start_watch)
         return super().__enter__()
 
-    def _begin(self) -> None:
+    def _start_watch(self) -> None:
         self._watch = asyncio.ensure_future(wire.wait_until_disconnected(self._receive))
-        self._watch.add_done_callback(self._end)
+        self._watch.add_done_callback(self._cancel_block)
 
-    def _end(self, _: "asyncio.Task[None]") -> None:
+    def _cancel_block(self, _: "asyncio.Task[None]") -> None:
         self.cancel(wire.Disconnected())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
         if self._watch is not None:
-            self._watch.remove_done_callback(self._end)
+            self._watch.remove_done_callback(self._cancel_block)
             self._watch.cancel()
         super().__exit__(kind)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ASGI application of one route. Without a `limit` its body has the default limit.
+    """The ASGI application of one route. Without a `max_body_bytes` its body has the default limit.
 
-    With `form` the body is a form with files, passed to the handler in `request.form`. `render_error` renders
+    With `has_form` the body is a form with files, passed to the handler in `request.form`. `render_error` renders
     errors in the envelope of the route's dialect.
     """
 
     method: str
     handler: Handler
-    limit: int | None = None
-    form: bool = False
+    max_body_bytes: int | None = None
+    has_form: bool = False
     render_error: Callable[[ClusterError], Answer] = wire.error_answer
     is_patient: bool = False
     """True if the requests of this route wait longer for a load than others."""
     render_error_for_anthropic: Callable[[ClusterError], Answer] | None = None
     """Renders errors for requests with the header `anthropic-version`, on routes of several dialects."""
-    others: Mapping[str, Handler] = field(default_factory=dict)
+    other_methods: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of further HTTP methods, by method."""
 
     @property
     def methods(self) -> str:
         """The accepted methods, as the value of the header `Allow`."""
-        return ", ".join((self.method, *self.others))
+        return ", ".join((self.method, *self.other_methods))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request; send nothing to a disconnected client."""
@@ -156,10 +156,10 @@ class Endpoint:
             request_id=request_id.get(),
             path=scope["path"],
             is_patient=self.is_patient,
-            is_of_anthropic=self.render_error_for_anthropic is not None and is_of_anthropic(scope),
+            is_anthropic_client=self.render_error_for_anthropic is not None and is_anthropic_client(scope),
         )
-        limit = self.limit or wire.MAX_BODY
-        body = bodies.Body(scope, receive, limit, _too_large if self.limit else None)
+        limit = self.max_body_bytes or wire.MAX_BODY
+        body = bodies.Body(scope, receive, limit, _too_large_error if self.max_body_bytes else None)
         try:
             with contextlib.suppress(wire.Disconnected):
                 answer = await self._answer(request, scope, body, receive, send)
@@ -183,15 +183,15 @@ class Endpoint:
     ) -> Answer | tuple[int, bytes]:
         """Return the answer, or the status and the last piece of a streamed one."""
         render_error = (
-            self.render_error_for_anthropic if request.is_of_anthropic else None
+            self.render_error_for_anthropic if request.is_anthropic_client else None
         ) or self.render_error
         try:
-            await identify(request, scope)
+            await identify_caller(request, scope)
             method = scope["method"]
-            handler = self.handler if method == self.method else self.others.get(method)
+            handler = self.handler if method == self.method else self.other_methods.get(method)
             if handler is None:
                 raise MethodNotAllowed(f"only {self.methods} is accepted here")
-            await self._read(request, scope, body)
+            await self._read_body(request, scope, body)
             with _CancelOnDisconnect(receive):
                 return await self._handle(request, handler, send)
         except MethodNotAllowed as error:
@@ -199,17 +199,17 @@ class Endpoint:
             return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
-                error = await throttle.api_keys().noted(error, request.client_address)
+                error = await throttle.api_keys().note_in_thread(error, request.client_address)
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return render_error(error)
 
-    async def _read(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
-        if self.form:
+    async def _read_body(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
+        if self.has_form:
             await _confirm_early(request)
             kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
-            limit = self.limit or wire.MAX_BODY
-            request.form = await bodies.read_form(body.receive, kind, limit, _too_large(limit))
+            limit = self.max_body_bytes or wire.MAX_BODY
+            request.form = await bodies.read_form(body.receive, kind, limit, _too_large_error(limit))
             return
         if request.key_hash and request.key_hash not in gateway.current().picker.confirmed_keys:
             if not _is_suspect(request):
@@ -255,11 +255,11 @@ async def _confirm_early(request: InferenceRequest) -> None:
     request.key_hash = key_hash
 
 
-def _too_large(limit: int) -> TooLarge:
+def _too_large_error(limit: int) -> TooLarge:
     return TooLarge(f"the request body exceeds {limit} bytes")
 
 
-def is_of_anthropic(scope: Scope) -> bool:
+def is_anthropic_client(scope: Scope) -> bool:
     """Return True if the request comes from a client of Anthropic's API."""
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
@@ -283,7 +283,7 @@ def _lacks_browser_headers(scope: Scope) -> bool:
     return not any(name in _BROWSER_HEADERS for name, _ in scope["headers"])
 
 
-async def identify(request: InferenceRequest, scope: Scope) -> None:
+async def identify_caller(request: InferenceRequest, scope: Scope) -> None:
     """Set the caller, or a stored key that must be confirmed; raise NotAuthenticated if there is neither."""
     headers = principals.credential_headers(scope)
     password = _basic_password(headers.get("authorization", ""))

@@ -68,15 +68,15 @@ async def find_definition(name: str) -> Definition:
     return definition
 
 
-MAX_REPLICAS = 4
+MAX_REPLICA_ATTEMPTS = 4
 """Maximum number of replicas that one request tries."""
-MAX_LOADS = 3
+MAX_LOADS_PER_REQUEST = 3
 """Number of successful loads without a replica for the request after which the request fails (C34)."""
-PROBE_SECONDS = 2.0
+PROBE_TIMEOUT_SECONDS = 2.0
 """Time limit in seconds of the health call that decides whether a replica is dead (C19)."""
 
 
-def wait_until(*, is_patient: bool = False) -> float:
+def load_wait_deadline(*, is_patient: bool = False) -> float:
     """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
     cluster = conf.cluster()
     budget = cluster.ollama_load_wait if is_patient else cluster.model_load_wait
@@ -100,7 +100,7 @@ class Gateway:
         """Pick a replica and count the request as running on it; wait for a load if no replica is loaded."""
         if (replica := await self._pick(request)) is not None:
             return replica
-        for _ in range(MAX_LOADS):
+        for _ in range(MAX_LOADS_PER_REQUEST):
             has_ended = False
             with self._loads.join(request) as load:
                 while not has_ended:
@@ -121,7 +121,7 @@ class Gateway:
         self._prefixes.record_pick(request)
         return replica
 
-    async def check(self, replica: Replica, error: BackendError) -> None:
+    async def exclude_if_unusable(self, replica: Replica, error: BackendError) -> None:
         """Exclude the replica from picks if the error, or a health call, shows that it cannot serve."""
         has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
         is_dead = isinstance(error, Refused | Lost) and not await self._is_responding(replica)
@@ -156,7 +156,7 @@ class Gateway:
 
     async def _is_healthy(self, replica: Replica) -> bool:
         try:
-            return await self.client(replica).health(PROBE_SECONDS)
+            return await self.client(replica).health(PROBE_TIMEOUT_SECONDS)
         except BackendError:
             return False
 
@@ -178,7 +178,7 @@ class Attempts:
         self._gateway = gateway
         self._request = request
         self._count = self._losses = 0
-        request.wait_until = wait_until(is_patient=request.is_patient)
+        request.wait_until = load_wait_deadline(is_patient=request.is_patient)
 
     async def __aenter__(self) -> BackendClient:
         request = self._request
@@ -208,10 +208,10 @@ class Attempts:
 
     async def _can_retry(self, error: BackendError) -> bool:
         replica = self._replica
-        await self._gateway.check(replica, error)
+        await self._gateway.exclude_if_unusable(replica, error)
         is_lost = isinstance(error, Lost)
         self._losses += is_lost
-        is_last = self._count == MAX_REPLICAS or self._losses > 1 or self._request.begun
+        is_last = self._count == MAX_REPLICA_ATTEMPTS or self._losses > 1 or self._request.has_begun
         if is_last or not (error.repeatable or is_lost):
             return False
         logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
@@ -230,14 +230,14 @@ class _GatewayResources:
     by_prefix: PrefixService | None = None
 
 
-_running: _GatewayResources | None = None
+_running_resources: _GatewayResources | None = None
 
 
 def current() -> Gateway:
     """Return the gateway of this process; raise Unavailable before `start`."""
-    if _running is None:
+    if _running_resources is None:
         raise Unavailable("the web process is not ready yet", retry_after=1)
-    return _running.gateway
+    return _running_resources.gateway
 
 
 def attempts(request: InferenceRequest) -> Attempts:
@@ -247,12 +247,12 @@ def attempts(request: InferenceRequest) -> Attempts:
 
 def wake_ups() -> WakeUps:
     """Return the wake-ups of waiting requests; an unused instance before `start`."""
-    return _running.loads.wake_ups if _running is not None else WakeUps()
+    return _running_resources.loads.wake_ups if _running_resources is not None else WakeUps()
 
 
 async def start() -> None:
     """Open the pool, register this process and start its gateway."""
-    global _running
+    global _running_resources
     shared = await database_pool.open_shared()
     by_prefix = PrefixService.connect(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
     prefixes = None if by_prefix is None else by_prefix.prefixes
@@ -265,21 +265,21 @@ async def start() -> None:
     await heartbeat.start()
     if by_prefix is not None:
         await by_prefix.start(shared, picker.process_id)
-    listener = asyncio.create_task(_listen(wake_ups, prefixes))
+    listener = asyncio.create_task(_listen_for_notifications(wake_ups, prefixes))
     gateway = Gateway(picker, clients, loads, prefixes)
-    _running = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
+    _running_resources = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
 
 
 async def end_waits() -> None:
     """End all requests that wait for a load with a 503; the loads continue."""
-    if _running is not None:
-        await _running.loads.close()
+    if _running_resources is not None:
+        await _running_resources.loads.close()
 
 
 async def stop() -> None:
     """Stop the gateway and release everything; all requests must have ended before."""
-    global _running
-    running, _running = _running, None
+    global _running_resources
+    running, _running_resources = _running_resources, None
     if running is None:
         return
     await cancellation.end(running.listener)
@@ -291,7 +291,7 @@ async def stop() -> None:
     await database_pool.close_shared()
 
 
-async def _listen(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
+async def _listen_for_notifications(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS_CHANNEL, hooks.CHANNEL, rows.CHANNEL):
         try:
             _handle_notification(channel, payload, wake_ups, prefixes)
@@ -313,9 +313,9 @@ def _handle_notification(
     if channel in (ACCESS_CHANNEL, ""):
         sockets.recheck_sockets(payload)
         recent_sessions.clear()
-        if _running is not None:
-            _running.gateway.picker.confirmed_keys.clear()
+        if _running_resources is not None:
+            _running_resources.gateway.picker.confirmed_keys.clear()
     if prefixes is not None and channel == hooks.CHANNEL:
-        prefixes.removed(hooks.decode(payload))
+        prefixes.forget_replica(hooks.decode(payload))
     if prefixes is not None and channel == "":
         prefixes.forget_all()

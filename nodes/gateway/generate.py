@@ -43,21 +43,26 @@ from nodes.gateway.generation import (
 from nodes.gateway.prefix_table import prompt_bytes, prompt_chain
 from nodes.gateway.request import InferenceRequest
 
-CACHED_TOKENS = "localai-cached-tokens"
+CACHED_TOKENS_METADATA = "localai-cached-tokens"
 """Trailing metadata in which an engine may report the number of cached prompt tokens."""
-FINISH_REASON = "localai-finish-reason"
+FINISH_REASON_METADATA = "localai-finish-reason"
 """Trailing metadata in which an engine may report the finish reason."""
-STOP_WORD = "localai-stop-word"
+STOP_WORD_METADATA = "localai-stop-word"
 """Trailing metadata in which an engine may report the stop word that it found, as a JSON string."""
-_TOKEN_COUNT = re.compile("[0-9]{1,10}")
+_TOKEN_COUNT_PATTERN = re.compile("[0-9]{1,10}")
 """The accepted form of a token count in trailing metadata."""
 _FINISH_REASONS = ("stop", "length", "tool_calls")
 """The accepted finish reasons; clients handle no others."""
-SCHEMA = "json_schema"
+SCHEMA_METADATA = "json_schema"
 """Request metadata: the schema of which `Grammar` was compiled, for engines that read schemas themselves."""
-_DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
+_DEFAULT_OPTIONS: Mapping[str, float | int] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "top_k": 40,
+    "typical_p": 1.0,
+}
 """The reference's values for options that neither the request nor the definition sets."""
-_NUMBERS = {
+_ENGINE_FIELD_BY_OPTION = {
     "temperature": "Temperature",
     "top_p": "TopP",
     "top_k": "TopK",
@@ -69,9 +74,9 @@ _NUMBERS = {
     "max_tokens": "Tokens",
 }
 _MAX_SEED = 2**31 - 1
-_ANY_SEED = -1
+_RANDOM_SEED = -1
 """The value for a random seed, in definitions and in requests; as in the reference."""
-_REQUEST_FIELDS = {
+_REQUEST_FIELD_BY_ERROR_PREFIX = {
     "Grammar": "response_format",
     "json_schema": "response_format",
     "Images": "messages",
@@ -97,7 +102,7 @@ def sampling_options(
     sampling: Sampling, definition: Definition, request_id: str, seed: int
 ) -> PredictOptions:
     """Return the options common to all calls of a request; `seed` is the default seed."""
-    defaults = {**_DEFAULTS, "seed": seed, **definition.generation.defaults}
+    defaults = {**_DEFAULT_OPTIONS, "seed": seed, **definition.generation.defaults}
     options = PredictOptions(
         ModelIdentity=definition.model,
         CorrelationId=request_id,
@@ -116,14 +121,14 @@ def sampling_options(
     options.Grammar = sampling.grammar
     if sampling.grammar.startswith("{"):
         options.Grammar = gbnf.from_schema(orjson.loads(sampling.grammar))
-        options.Metadata[SCHEMA] = sampling.grammar
-    for name, field in _NUMBERS.items():
+        options.Metadata[SCHEMA_METADATA] = sampling.grammar
+    for name, field in _ENGINE_FIELD_BY_OPTION.items():
         requested = getattr(sampling, name, None)
         value = defaults.get(name) if requested is None else requested
         if value is not None:
             setattr(options, field, value)
     requested_seed = defaults["seed"] if sampling.seed is None else sampling.seed
-    options.Seed = int(seed if requested_seed == _ANY_SEED else requested_seed) & _MAX_SEED
+    options.Seed = int(seed if requested_seed == _RANDOM_SEED else requested_seed) & _MAX_SEED
     return options
 
 
@@ -170,9 +175,9 @@ def rename_field(refusal: InvalidInput, generation: Generation) -> InvalidInput:
     field = refusal.field
     if isinstance(refusal, Rejected):
         prompt = "messages" if isinstance(generation.prompts[0], Conversation) else "prompt"
-        field = _REQUEST_FIELDS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
+        field = _REQUEST_FIELD_BY_ERROR_PREFIX.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
     if field:
-        refusal.field = generation.names.get(field, field)
+        refusal.field = generation.client_field_names.get(field, field)
     return refusal
 
 
@@ -207,7 +212,7 @@ class ReplyReader:
             for part in reply.chat_deltas
             for piece in part.tool_calls
         )
-        logprobs = _logprobs(reply.logprobs) if self._wants_logprobs and reply.logprobs else ()
+        logprobs = _parse_logprobs(reply.logprobs) if self._wants_logprobs and reply.logprobs else ()
         self._has_calls = self._has_calls or bool(tools)
         if not (text or reasoning or tools or logprobs):
             return None
@@ -219,10 +224,10 @@ class ReplyReader:
     def last(self, cached: str = "", finish: str = "", stop_word: str = "") -> TextDelta:
         """Return the choice's final delta: finish reason, stop word and usage as the engine reported them."""
         text = "" if self._is_parsed else self._decoder.decode(b"", final=True)
-        cached_count = min(int(cached), self._prompt) if _TOKEN_COUNT.fullmatch(cached) else None
+        cached_count = min(int(cached), self._prompt) if _TOKEN_COUNT_PATTERN.fullmatch(cached) else None
         usage = Usage(self._prompt, self._completion, cached_count)
-        finish_reason = finish if finish in _FINISH_REASONS else self._finish()
-        known = _parse_text(stop_word) if stop_word and finish_reason == "stop" else ""
+        finish_reason = finish if finish in _FINISH_REASONS else self._default_finish_reason()
+        known = _parse_json_string(stop_word) if stop_word and finish_reason == "stop" else ""
         return TextDelta(
             self._choice,
             text,
@@ -231,13 +236,13 @@ class ReplyReader:
             usage=usage,
         )
 
-    def _finish(self) -> str:
+    def _default_finish_reason(self) -> str:
         if self._has_calls:
             return "tool_calls"
         return "length" if 0 < self._limit <= self._completion else "stop"
 
 
-def _parse_text(text: str) -> str:
+def _parse_json_string(text: str) -> str:
     """Return the value of a JSON string; "" for any other JSON or text."""
     try:
         value = orjson.loads(text)
@@ -246,7 +251,7 @@ def _parse_text(text: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
+def _parse_logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
     """Parse log probabilities in OpenAI's form, as the contract specifies; skip everything else."""
     try:
         document = orjson.loads(raw)
@@ -254,12 +259,12 @@ def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
         return ()
     content = document.get("content") if isinstance(document, dict) else document
     return tuple(
-        token | {"top_logprobs": [alternative for alternative, _ in _tokens(entry.get("top_logprobs"))]}
-        for token, entry in _tokens(content)
+        token | {"top_logprobs": [alternative for alternative, _ in _parse_tokens(entry.get("top_logprobs"))]}
+        for token, entry in _parse_tokens(content)
     )
 
 
-def _tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+def _parse_tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Yield each token of a list, without its alternatives, and the entry as the engine sent it."""
     for entry in listed if isinstance(listed, list) else ():
         if not isinstance(entry, dict) or "token" not in entry:
@@ -281,7 +286,7 @@ _TIMEOUT_MESSAGE = (
 async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
     """Return the deltas of a complete response, generated by one replica."""
     try:
-        calls = await _prepare(request, generation)
+        calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
         while True:
             async with attempts as engine:
@@ -293,7 +298,7 @@ async def generate(request: InferenceRequest, generation: Generation) -> list[Te
 async def stream(request: InferenceRequest, generation: Generation) -> AsyncGenerator[TextDelta, None]:
     """Yield the deltas of a response. After the caller sets `request.begun`, no other replica is tried."""
     try:
-        calls = await _prepare(request, generation)
+        calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
         while True:
             async with attempts as engine, aclosing(await calls.start(engine)) as deltas:
@@ -304,7 +309,7 @@ async def stream(request: InferenceRequest, generation: Generation) -> AsyncGene
         raise rename_field(refusal, generation) from None
 
 
-async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls":
+async def _prepare_calls(request: InferenceRequest, generation: Generation) -> "_EngineCalls":
     """Find the model's definition and render the prompts, once for all attempts."""
     definition = await find_definition(generation.model)
     request.model = definition.name
@@ -315,7 +320,7 @@ async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls
     if conf.cluster().prefix_cache:
         request.chain = prompt_chain(definition.name, prompt_bytes(prompts[0]))
     options = sampling_options(generation.sampling, definition, request.request_id, random.getrandbits(31))
-    return _Calls(request, generation, prompts, options)
+    return _EngineCalls(request, generation, prompts, options)
 
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -336,7 +341,9 @@ async def render_template(definition: Definition, prompt: Conversation) -> Conve
     return msgspec.structs.replace(prompt, rendered=await templates.render(template, prompt))
 
 
-async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:
+async def _decode_prompt(
+    engine: BackendClient, prompt: Prompt, request: InferenceRequest
+) -> Conversation | str:
     """Return the prompt in a form that engines accept.
 
     Engines have no field for token ids, so the engine decodes the ids first.
@@ -347,7 +354,7 @@ async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest
     return (await engine.detokenize(DetokenizeRequest(tokens=prompt), remaining)).content
 
 
-class _Calls:
+class _EngineCalls:
     """The engine calls of one request; each attempt makes all of them on one engine."""
 
     def __init__(
@@ -366,15 +373,15 @@ class _Calls:
 
     async def start(self, engine: BackendClient) -> AsyncGenerator[TextDelta, None]:
         """Return the deltas of all choices from this engine; the first failure cancels the other choices."""
-        texts = [await _text(engine, prompt, self._request) for prompt in self._prompts]
+        texts = [await _decode_prompt(engine, prompt, self._request) for prompt in self._prompts]
         self._called_at, self._first_at = clock.monotonic(), None
         choices = [
-            self._answer(engine, choice, with_prompt(self._options, text, answer))
+            self._generate_choice(engine, choice, with_prompt(self._options, text, answer))
             for choice, (text, answer) in enumerate(itertools.product(texts, range(self._generation.n)))
         ]
-        return choices[0] if len(choices) == 1 else _merge(choices)
+        return choices[0] if len(choices) == 1 else _merge_choices(choices)
 
-    async def _answer(
+    async def _generate_choice(
         self, engine: BackendClient, choice: int, options: PredictOptions
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas of one choice."""
@@ -396,8 +403,11 @@ class _Calls:
                     raise
             else:
                 break
-        trailing = [await replies.trailing(name) for name in (CACHED_TOKENS, FINISH_REASON, STOP_WORD)]
-        yield self._end(reader.last(*trailing))
+        trailing = [
+            await replies.trailing(name)
+            for name in (CACHED_TOKENS_METADATA, FINISH_REASON_METADATA, STOP_WORD_METADATA)
+        ]
+        yield self._end_choice(reader.last(*trailing))
 
     def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:
         """Record the start of the response.
@@ -416,7 +426,7 @@ class _Calls:
         else:
             self._first_at = self._called_at + (min(prompt, now - self._called_at) if prompt > 0 else 0.0)
 
-    def _end(self, last: TextDelta) -> TextDelta:
+    def _end_choice(self, last: TextDelta) -> TextDelta:
         """Return the last delta of a choice, with the durations of the response added."""
         if last.usage is not None:
             metrics.tokens_used(
@@ -429,7 +439,9 @@ class _Calls:
         return last
 
 
-async def _merge(choices: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
+async def _merge_choices(
+    choices: Sequence[AsyncGenerator[TextDelta, None]],
+) -> AsyncGenerator[TextDelta, None]:
     """Yield the deltas of several choices, up to `CONCURRENT_CHOICES` at a time.
 
     The first failure ends all choices.

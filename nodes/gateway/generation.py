@@ -74,7 +74,7 @@ class Generation(msgspec.Struct, frozen=True):
     n: int = 1
     stream: bool = False
     usage_in_stream: bool = False
-    names: Mapping[str, str] = msgspec.field(default_factory=dict)
+    client_field_names: Mapping[str, str] = msgspec.field(default_factory=dict)
     """This dialect's names for fields of OpenAI's chat that an engine may refuse."""
     echo: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Fields of the request that the response repeats."""

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 CONFIRMATION_SECONDS = 60.0
 """Seconds for which a confirmation of a key stays valid."""
-MAX_KEYS = 10_000
+MAX_CONFIRMED_KEYS = 10_000
 
 
 class ConfirmedKeys:
@@ -59,7 +59,7 @@ class ConfirmedKeys:
 
     def add(self, key_hash: str) -> None:
         """Record that the key is valid now."""
-        if len(self._confirmed_at) >= MAX_KEYS and key_hash not in self._confirmed_at:
+        if len(self._confirmed_at) >= MAX_CONFIRMED_KEYS and key_hash not in self._confirmed_at:
             self._confirmed_at.clear()
         self._confirmed_at[key_hash] = clock.monotonic()
 
@@ -80,15 +80,15 @@ _RETRYABLE_ERRORS = (
     psycopg.errors.SerializationFailure,
 )
 _STATEMENT_ATTEMPTS = 3
-RELEASE_DELAY = 0.005
+RELEASE_DELAY_SECONDS = 0.005
 """Seconds that a release waits for other releases that can share its statement."""
-CROWD = 4
+MIN_CROWDED_PICKS = 4
 """Number of picks in one statement from which on the next statement waits for more picks."""
-CROWD_DELAY = 0.003
+CROWD_DELAY_SECONDS = 0.003
 """Seconds for which the next statement waits for more picks."""
 
 
-Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
+PrefixWeights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
 """Returns the prefix weight of each replica of a model, by node and index (R3.12)."""
 
 
@@ -97,7 +97,7 @@ def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
     return ()
 
 
-class _Exchange:
+class _StatementBatch:
     """The requests of one statement, its document, and the numbers that identify picks in the result.
 
     Equal pick requests have one number, `ask`. If a rule routes without prefixes, the picks of one scope
@@ -122,13 +122,13 @@ class _Exchange:
             self._picks[ask, request.key_hash] += 1
             self.numbers.append((ask,) if pick_request.cached_ratio is None else (ask, scope))
 
-    def document(self, weights: Weights) -> dict[str, Any]:
+    def document(self, weights: PrefixWeights) -> dict[str, Any]:
         """Return the statement's document, with the prefix weights if any pick has a prompt."""
         pick_requests = list(self._asks)
         document = {
             "keys": list({request.key_hash for request in self.requests if request.key_hash}),
             "picks": [
-                self._pick(pick_requests[ask], ask) | {"key": key, "n": n}
+                self._pick_document(pick_requests[ask], ask) | {"key": key, "n": n}
                 for (ask, key), n in self._picks.items()
             ],
             "releases": [{"id": replica, "n": n} for replica, n in self._released.items()],
@@ -149,7 +149,7 @@ class _Exchange:
             },
         }
 
-    def _pick(self, pick_request: PickRequest, ask: int) -> dict[str, Any]:
+    def _pick_document(self, pick_request: PickRequest, ask: int) -> dict[str, Any]:
         return {
             "ask": ask,
             "scope": self._scopes[pick_request.scope],
@@ -164,7 +164,9 @@ class _Exchange:
 class Picker:
     """Picks and releases of one web process. Bound to one event loop."""
 
-    def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
+    def __init__(
+        self, pool: Pool, connection: DedicatedConnection, weights: PrefixWeights = no_weights
+    ) -> None:
         self.process_id = uuid4()
         self.confirmed_keys = ConfirmedKeys()
         self._weights = weights
@@ -238,7 +240,7 @@ class Picker:
 
     async def renew(self) -> bool:
         """Renew this process's row; return False if the row no longer exists."""
-        return await self._pool.run(statements.RENEW, self._parameters()) == 1
+        return await self._pool.run(statements.RENEW, self._process_parameters()) == 1
 
     async def report_counts(self) -> None:
         """Write the counts for models since the last report; never raises.
@@ -256,7 +258,7 @@ class Picker:
         self._cancel_delayed()
         self._released.clear()
         await self._connection.close()
-        parameters = {**self._parameters(), "ids": []}
+        parameters = {**self._process_parameters(), "ids": []}
         texts = (statements.LOCK_USED, statements.RELEASE_ALL, statements.DELETE_PROCESS)
         await self._pool.run_in_transaction([(text, parameters) for text in texts])
 
@@ -269,14 +271,14 @@ class Picker:
         """Return the number of requests that run in this process now."""
         return self._held.total()
 
-    def _parameters(self) -> Parameters:
+    def _process_parameters(self) -> Parameters:
         now = clock.now()
         gap = now - timedelta(seconds=conf.cluster().web_stale_after)
         return {**self._identity, "now": now, "gap": gap}
 
     def _wake_soon(self) -> None:
         if self._released and self._task is None and self._delayed is None:
-            self._delayed = asyncio.get_running_loop().call_later(RELEASE_DELAY, self._wake)
+            self._delayed = asyncio.get_running_loop().call_later(RELEASE_DELAY_SECONDS, self._wake)
 
     def _cancel_delayed(self) -> None:
         if self._delayed is not None:
@@ -290,38 +292,41 @@ class Picker:
 
     async def _run(self) -> None:
         try:
-            count = await self._exchange()
+            count = await self._run_statement()
             while self._waiting or self._unsettled:
-                if count >= CROWD:
-                    await asyncio.sleep(CROWD_DELAY)
-                count = await self._exchange()
+                if count >= MIN_CROWDED_PICKS:
+                    await asyncio.sleep(CROWD_DELAY_SECONDS)
+                count = await self._run_statement()
         except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
-            self._refuse(
+            self._fail_waiting(
                 Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
             )
         except Exception:
             logger.exception("Picking failed")
             self._unsettled = True
-            self._refuse(ClusterError())
+            self._fail_waiting(ClusterError())
         finally:
             self._task = None
             self._wake_soon()
 
-    def _refuse(self, error: Exception) -> None:
+    def _fail_waiting(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            _fail(request, error)
+            _fail_pick(request, error)
 
-    async def _exchange(self) -> int:
+    async def _run_statement(self) -> int:
         """Run one statement for all that wait; return the number of its picks."""
         if self._unsettled:
-            await self._settle()
-        requests, self._waiting = [request for request in self._waiting if not request.picked.cancelled()], []
+            await self._settle_counts()
+        requests, self._waiting = (
+            [request for request in self._waiting if not request.pick_result.cancelled()],
+            [],
+        )
         released, self._released = self._released, Counter()
         if not requests and not released:
             return 0
-        exchange = _Exchange(requests, released)
+        exchange = _StatementBatch(requests, released)
         document = orjson.dumps(exchange.document(self._weights)).decode()
         values = (str(self.process_id), clock.now().isoformat(), document)
         try:
@@ -329,26 +334,28 @@ class Picker:
         except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
             # The statement may have taken effect: a settlement comes before the next exchange.
             self._unsettled = True
-            self._waiting = [*self._retryable(requests, error), *self._waiting]
+            self._waiting = [*self._retryable_requests(requests, error), *self._waiting]
         else:
-            self._distribute(exchange, rows)
+            self._distribute_replicas(exchange, rows)
         return len(requests)
 
-    def _retryable(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
+    def _retryable_requests(
+        self, requests: list[InferenceRequest], error: Exception
+    ) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
         limit = _STATEMENT_ATTEMPTS if isinstance(error, _RETRYABLE_ERRORS) else 2
         for request in requests:
             request.pick_attempts += 1
             if request.pick_attempts >= limit:
-                _fail(
+                _fail_pick(
                     request,
                     Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2),
                 )
         if requests and requests[0].pick_attempts >= limit:
             logger.warning("Cannot pick replicas: %s", error)
-        return [request for request in requests if not request.picked.done()]
+        return [request for request in requests if not request.pick_result.done()]
 
-    def _distribute(self, exchange: _Exchange, rows: list[tuple[Any, ...]]) -> None:
+    def _distribute_replicas(self, exchange: _StatementBatch, rows: list[tuple[Any, ...]]) -> None:
         owners: dict[str, Principal] = {}
         replicas: dict[int, list[Replica]] = {}
         is_cached: dict[int, bool | None] = {}
@@ -364,14 +371,16 @@ class Picker:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
                 self.confirmed_keys.discard(request.key_hash)
-                _fail(request, WrongKey())
+                _fail_pick(request, WrongKey())
                 continue
             ask = next((number for number in numbers if replicas.get(number)), None)
             request.is_prefix_cached = is_cached.get(ask) if ask is not None else None
-            self._answer(request, owner, replicas[ask].pop() if ask is not None else None)
+            self._complete_pick(request, owner, replicas[ask].pop() if ask is not None else None)
 
-    def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
-        if request.picked.done():
+    def _complete_pick(
+        self, request: InferenceRequest, owner: Principal | None, replica: Replica | None
+    ) -> None:
+        if request.pick_result.done():
             if replica is not None:
                 self.release(replica)
             return
@@ -379,25 +388,25 @@ class Picker:
             self.confirmed_keys.add(request.key_hash)
             request.principal, request.key_hash = owner, ""
         request.replica = replica
-        request.picked.set_result(None)
+        request.pick_result.set_result(None)
 
-    async def _settle(self) -> None:
+    async def _settle_counts(self) -> None:
         await self._pool.check()
         held, self._released = dict(self._held), Counter()
-        parameters = {**self._parameters(), "ids": list(held), "counts": list(held.values())}
+        parameters = {**self._process_parameters(), "ids": list(held), "counts": list(held.values())}
         texts = (statements.ANNOUNCE, statements.LOCK_USED, statements.SETTLE)
         await self._pool.run_in_transaction([(text, parameters) for text in texts])
         self._unsettled = False
 
 
-def _fail(request: InferenceRequest, error: Exception) -> None:
-    if not request.picked.done():
-        request.picked.set_exception(error)
+def _fail_pick(request: InferenceRequest, error: Exception) -> None:
+    if not request.pick_result.done():
+        request.pick_result.set_exception(error)
 
 
-HEARTBEATS_PER_LIMIT = 3
+HEARTBEATS_PER_SILENCE_LIMIT = 3
 """Number of renewals of the row per silence limit."""
-HEARTBEATS_PER_AUDIT = 12
+HEARTBEATS_PER_SETTLEMENT = 12
 """Number of heartbeats between two settlements of the counts; a statement may outlive its connection."""
 
 
@@ -406,12 +415,12 @@ class ProcessHeartbeat:
 
     def __init__(self, picker: Picker, silence_limit: float) -> None:
         self._picker = picker
-        self._interval = silence_limit / HEARTBEATS_PER_LIMIT
+        self._interval = silence_limit / HEARTBEATS_PER_SILENCE_LIMIT
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Register the process; if the database is unreachable, the registration happens later."""
-        await self._announce()
+        await self._register()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -442,10 +451,10 @@ class ProcessHeartbeat:
             await self._picker.report_counts()
             if not is_registered:
                 logger.warning("This process was taken for dead; it announces itself again")
-            if not is_registered or heartbeats % HEARTBEATS_PER_AUDIT == 0:
-                await self._announce()
+            if not is_registered or heartbeats % HEARTBEATS_PER_SETTLEMENT == 0:
+                await self._register()
 
-    async def _announce(self) -> None:
+    async def _register(self) -> None:
         try:
             await self._picker.settle()
         except Unavailable as error:

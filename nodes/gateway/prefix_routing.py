@@ -25,7 +25,7 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics
 from nodes.gateway.prefix_table import PrefixTables, Slot
-from nodes.gateway.prefix_updates import Outbox, PrefixObserved, PrefixUpdate, subscribe
+from nodes.gateway.prefix_updates import Outbox, PrefixObserved, PrefixUpdate, subscribe_to_updates
 from nodes.gateway.request import InferenceRequest
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
@@ -120,7 +120,7 @@ class PrefixRouter:
         else:
             self._affinity.forget(update.model, update.node_id, update.replica)
 
-    def removed(self, replica: RemovedReplica) -> None:
+    def forget_replica(self, replica: RemovedReplica) -> None:
         """Forget a replica whose row was deleted (R3.23)."""
         self._affinity.forget(replica.model_name, replica.node_id, replica.replica_index)
 
@@ -136,11 +136,11 @@ class PrefixRouter:
                 self._swept_at = clock.monotonic()
                 self._affinity.sweep(self._swept_at)
             try:
-                await self.report(pool, process)
+                await self.report_pressure(pool, process)
             except (psycopg.Error, *UNREACHABLE) as error:
                 logger.warning("Cannot report pressure: %s", error)
 
-    async def report(self, pool: Pool, process: UUID) -> None:
+    async def report_pressure(self, pool: Pool, process: UUID) -> None:
         """Store new pressure in one statement for all models; the next report includes a failed one."""
         if not self._unreported:
             return
@@ -181,8 +181,8 @@ class PrefixService:
     async def start(self, pool: Pool, process: UUID) -> None:
         """Start to send and receive updates, without waiting for a connection."""
         metrics.set_reader(metrics.PREFIX_ENTRIES, self.prefixes.entries)
-        hooks.on_removed.append(self._outbox.removed)
-        await subscribe(self._bus, self.prefixes.apply_update)
+        hooks.on_removed.append(self._outbox.queue_removal)
+        await subscribe_to_updates(self._bus, self.prefixes.apply_update)
         self._tasks = [
             asyncio.create_task(self._outbox.run(), name="prefix news"),
             asyncio.create_task(self.prefixes.run_reports(pool, process), name="prefixes"),
@@ -190,6 +190,6 @@ class PrefixService:
 
     async def stop(self) -> None:
         """Stop the tasks and close the bus."""
-        hooks.on_removed.remove(self._outbox.removed)
+        hooks.on_removed.remove(self._outbox.queue_removal)
         await cancellation.end(*self._tasks)
         await self._bus.close()

@@ -23,15 +23,17 @@ from nodes.gateway.generation import Conversation, Prompt
 
 Chain = tuple[int, ...]
 
-WINDOW = 256
+BLOCK_BYTES = 256
 """Bytes of a prompt per block (C40)."""
-DEPTH = 64
+MAX_CHAIN_BLOCKS = 64
 """Maximum number of blocks in a chain (C40)."""
-MAX_PROMPT_BYTES = WINDOW * DEPTH
+MAX_PROMPT_BYTES = BLOCK_BYTES * MAX_CHAIN_BLOCKS
 """Bytes at the beginning of a prompt that the chain covers."""
 
 
-def prompt_chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
+def prompt_chain(
+    model: str, prompt: bytes, window: int = BLOCK_BYTES, depth: int = MAX_CHAIN_BLOCKS
+) -> Chain:
     """Return the hashes of the prompt's blocks (R3.3, R3.4). The last block may be short."""
     hashes, last = [], xxh64_intdigest(model.encode())
     for start in range(0, min(len(prompt), window * depth), window):
@@ -47,11 +49,11 @@ def prompt_bytes(prompt: Prompt) -> bytes:
     empty for token ids, because only the engine can decode them.
     """
     if isinstance(prompt, Conversation):
-        return _message_bytes(prompt) if prompt.rendered is None else _text(prompt.rendered)
-    return _text(prompt) if isinstance(prompt, str) else b""
+        return _message_bytes(prompt) if prompt.rendered is None else _head_bytes(prompt.rendered)
+    return _head_bytes(prompt) if isinstance(prompt, str) else b""
 
 
-def _text(prompt: str) -> bytes:
+def _head_bytes(prompt: str) -> bytes:
     return prompt[:MAX_PROMPT_BYTES].encode()[:MAX_PROMPT_BYTES]
 
 
@@ -65,11 +67,11 @@ def _message_bytes(conversation: Conversation) -> bytes:
     return b"".join(pieces)[:MAX_PROMPT_BYTES]
 
 
-HALF_LIFE = 120.0
+HALF_LIFE_SECONDS = 120.0
 """Seconds in which a block loses half of its weight (C43)."""
-MAX_ENTRIES = 131_072
+MAX_TABLE_BLOCKS = 131_072
 """Limit on the blocks of all models, about 25 MB: 2,048 prompts of the maximum length."""
-MAX_OWNERS = 4096
+MAX_OWNERS_PER_MODEL = 4096
 """Limit on the replicas of one model in the table."""
 
 Slot = tuple[UUID, int]
@@ -84,7 +86,7 @@ class Match(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Owner:
+class _BlockOwner:
     """A replica as the owner of blocks; `weight` is their total weight at the time `updated_at`."""
 
     slot: Slot
@@ -126,11 +128,11 @@ class _PrefixNode:
     start: int
     """Number of blocks before the first block of this node."""
     blocks: Chain
-    owner: _Owner
+    owner: _BlockOwner
     used_at: float
 
 
-class _Table:
+class _ModelTable:
     """The prefix tree of one model."""
 
     def __init__(self, tables: "PrefixTables", ttl: float, half_life: float) -> None:
@@ -139,7 +141,7 @@ class _Table:
         """The node of each block."""
         self.size = 0
         """Number of blocks in all nodes; larger than `nodes` if a hostile chain repeats blocks."""
-        self.owners: dict[Slot, _Owner] = {}
+        self.owners: dict[Slot, _BlockOwner] = {}
         self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
         """All nodes, the least recently used first; within one chain, the last node comes first."""
         self._ttl = ttl
@@ -194,9 +196,9 @@ class _Table:
         is_new = depth < len(chain) or self.match(chain, depth, now) != (slot, depth)
         owner = self.owners.get(slot)
         if owner is None:
-            if len(self.owners) >= MAX_OWNERS:
+            if len(self.owners) >= MAX_OWNERS_PER_MODEL:
                 return is_new
-            owner = self.owners[slot] = _Owner(slot, now)
+            owner = self.owners[slot] = _BlockOwner(slot, now)
         node = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
         owner.add(len(chain), now, self._half_life)
         # From the end to the beginning, so that the first blocks, which most prompts share, are dropped last.
@@ -252,7 +254,7 @@ class _Table:
         self.size += count
         self._tables.size += count
 
-    def _subtract(self, owner: _Owner, count: int, used_at: float, now: float) -> None:
+    def _subtract(self, owner: _BlockOwner, count: int, used_at: float, now: float) -> None:
         if owner.removed:
             return
         owner.subtract(count, used_at, now, self._half_life)
@@ -263,11 +265,13 @@ class _Table:
 class PrefixTables:
     """The prefix tables of one web process, by model. Times are seconds of a monotonic clock."""
 
-    def __init__(self, ttl: float, half_life: float = HALF_LIFE, most: int = MAX_ENTRIES) -> None:
+    def __init__(
+        self, ttl: float, half_life: float = HALF_LIFE_SECONDS, most: int = MAX_TABLE_BLOCKS
+    ) -> None:
         self._ttl = ttl
         self._half_life = half_life
         self._most = most
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, _ModelTable] = {}
         self.size = 0
         """Number of blocks in all tables, including blocks of removed replicas."""
 
@@ -283,7 +287,7 @@ class PrefixTables:
             return False
         table = self._tables.get(model)
         if table is None:
-            table = self._tables[model] = _Table(self, self._ttl, self._half_life)
+            table = self._tables[model] = _ModelTable(self, self._ttl, self._half_life)
         is_new = table.observe(chain, slot, now)
         if (excess := self.size - self._most) > 0:
             # The model with the most blocks loses some.

@@ -84,7 +84,7 @@ class InferenceRequest:
     """
     wait_until: float = math.inf
     """Time on the monotonic clock at which the request stops waiting for a load; infinite without a limit."""
-    is_of_anthropic: bool = False
+    is_anthropic_client: bool = False
     """True if the client uses Anthropic's API, on a route that several dialects share."""
     is_patient: bool = False
     """True if the request waits longer for a load, because its client does not retry."""
@@ -96,9 +96,9 @@ class InferenceRequest:
     """True if the response names its node regardless of the setting: the request came from an administrator's
     page.
     """
-    begun: bool = False
+    has_begun: bool = False
     """True if the client has received a part of the response; then no other replica may be tried."""
-    picked: "asyncio.Future[None]" = field(init=False, repr=False)
+    pick_result: "asyncio.Future[None]" = field(init=False, repr=False)
     """Completed when the picker has a result; each pick creates a new future."""
     pick_attempts: int = 0
     """Number of failed statements during the latest pick."""
@@ -120,8 +120,8 @@ class InferenceRequest:
     def begin_pick(self) -> "asyncio.Future[None]":
         """Start a pick; return a future that completes when the picker has a result."""
         self.replica, self.is_prefix_cached, self.pick_attempts = None, None, 0
-        self.picked = asyncio.get_running_loop().create_future()
-        return self.picked
+        self.pick_result = asyncio.get_running_loop().create_future()
+        return self.pick_result
 
 
 def node_header(request: InferenceRequest) -> Sequence[Header]:

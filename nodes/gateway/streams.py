@@ -27,7 +27,7 @@ KEEP_ALIVE_SECONDS = 5.0
 """Seconds of silence after which a keep-alive is sent."""
 STOPPING_MESSAGE = "this web process is stopping"
 # Proxies must not buffer the pieces.
-_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 StoreResponse = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
 """Stores all deltas of a response before the client gets the last delta."""
@@ -53,10 +53,10 @@ class EventStream:
 
         Raises errors before the first byte, and Disconnected when the client stops reading.
         """
-        producer = self._producer = asyncio.ensure_future(self._produce())
+        producer = self._producer = asyncio.ensure_future(self._read_deltas())
         # Also if it is cancelled before its first step.
         producer.add_done_callback(self._end_production)
-        self._tick()
+        self._check_silence()
         _open_streams.add(self)
         try:
             with Outgoing(send) as client:
@@ -75,7 +75,7 @@ class EventStream:
             if not self._has_started:
                 raise
             return error.status, last + self._rendering.events.render_failure(error)
-        await self._begin(client)
+        await self._send_head(client)
         return 200, last + self._rendering.done
 
     async def _check_end(self, producer: "asyncio.Future[None]") -> None:
@@ -93,12 +93,12 @@ class EventStream:
             self._is_stopped = True
             self._producer.cancel()
 
-    async def _produce(self) -> None:
+    async def _read_deltas(self) -> None:
         try:
             async with aclosing(self._deltas) as deltas:
                 async for delta in deltas:
                     # From here on no other replica may restart the response.
-                    self._request.begun = True
+                    self._request.has_begun = True
                     await self._pipe.put(delta)
         except asyncio.CancelledError:
             if self._is_stopped:
@@ -115,12 +115,12 @@ class EventStream:
         self._pipe.close()
         _ = producer.cancelled() or producer.exception()
 
-    def _tick(self) -> None:
+    def _check_silence(self) -> None:
         """Wake the sender if nothing has been sent for `KEEP_ALIVE_SECONDS`; schedule the next check."""
         if self._is_quiet:
             self._pipe.wake_reader()
         self._is_quiet = True
-        self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._check_silence)
 
     async def _send_deltas(self, client: Outgoing) -> bytes:
         """Send deltas until their production has ended or failed; return the events of the last deltas."""
@@ -129,7 +129,7 @@ class EventStream:
             is_last = self._pipe.ended
             if deltas:
                 self._is_quiet = False
-                await self._begin(client)
+                await self._send_head(client)
                 events = self._rendering.events.render(deltas)
                 if is_last:
                     return events
@@ -146,20 +146,20 @@ class EventStream:
         ):
             self._quiet_replica = self._request.replica
             return
-        await self._begin(client)
+        await self._send_head(client)
         await client.body(self._rendering.keep_alive)
 
-    async def _begin(self, client: Outgoing) -> None:
+    async def _send_head(self, client: Outgoing) -> None:
         if not self._has_started:
             self._has_started = True
             kind = (b"content-type", self._rendering.kind)
-            await client.head([kind, *_HEADERS, *node_header(self._request)])
+            await client.head([kind, *_STREAM_HEADERS, *node_header(self._request)])
 
 
 _open_streams: set[EventStream] = set()
 
 
-def end_all() -> None:
+def stop_all_streams() -> None:
     """End the streams of this process with an error event, because it is about to stop."""
     for stream in list(_open_streams):
         stream.stop()

@@ -29,12 +29,12 @@ from nodes.registry.dial_targets import HttpServer, client_of
 
 logger = logging.getLogger(__name__)
 
-ROUTE = "/v1/files/"
-INPUTS = "ephemeral/inputs"
+FILES_ROUTE = "/v1/files/"
+INPUT_FOLDER = "ephemeral/inputs"
 PIECE_BYTES = 256 * 1024
 MAX_OUTPUT_BYTES = 256 * 1024 * 1024
 """Limit on the bytes that an engine may write for one request."""
-EMPTY_LIMIT = 10.0
+TRUNCATE_TIMEOUT_SECONDS = 10.0
 """Time limit in seconds for truncating the files of a request to 0 bytes."""
 _MAX_ANSWER_LENGTH = 64 * 1024
 _WORKER_NAME = "the worker of the model's node"
@@ -60,7 +60,7 @@ class _FileLocation(msgspec.Struct):
     local_path: str
 
 
-_emptying_tasks: set["asyncio.Task[None]"] = set()
+_truncating_tasks: set["asyncio.Task[None]"] = set()
 
 
 class WorkerFiles:
@@ -74,7 +74,7 @@ class WorkerFiles:
         self._deadline = deadline
         self._shows_node = shows_node
         self._subject = f"node {server.node}: its worker" if shows_node else _WORKER_NAME
-        self._folder = f"{INPUTS}/{secrets.token_hex(4)}"
+        self._folder = f"{INPUT_FOLDER}/{secrets.token_hex(4)}"
         self._keys: list[str] = []
 
     async def put(self, name: str, file: IO[bytes], size: int) -> str:
@@ -82,19 +82,19 @@ class WorkerFiles:
         key = f"{self._folder}/{name}"
         self._keys.append(key)
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
-        return self._path(await self._request_body("PUT", key, headers=headers, content=_pieces(file)))
+        return self._path(await self._request_body("PUT", key, headers=headers, content=_read_pieces(file)))
 
     async def temp(self) -> str:
         """Create an empty file on the worker; return its path on the worker."""
         path = self._path(await self._request_body("POST", "temp"))
-        self._keys.append(_base(path))
+        self._keys.append(_base_name(path))
         return path
 
     async def fetch(self, path: str) -> IO[bytes]:
         """Download a file created by `temp` into an unnamed temporary file, positioned at its beginning."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
         try:
-            async with self._request("GET", _base(path), FilesUnavailable) as response:
+            async with self._request("GET", _base_name(path), FilesUnavailable) as response:
                 size = 0
                 async for piece in response.aiter_raw(PIECE_BYTES):
                     size += len(piece)
@@ -112,12 +112,12 @@ class WorkerFiles:
             file.close()
             raise
 
-    async def empty(self) -> None:
+    async def truncate_all(self) -> None:
         """Truncate every file to 0 bytes; errors are logged."""
         try:
-            async with asyncio.timeout(EMPTY_LIMIT):
+            async with asyncio.timeout(TRUNCATE_TIMEOUT_SECONDS):
                 for key in self._keys:
-                    await self._client.put(ROUTE + quote(key), content=b"")
+                    await self._client.put(FILES_ROUTE + quote(key), content=b"")
         except (httpx.HTTPError, TimeoutError) as error:
             logger.info("node %s: files of a request stay on its worker: %r", self._server.node, error)
 
@@ -138,7 +138,7 @@ class WorkerFiles:
         try:
             async with (
                 asyncio.timeout(self._deadline - clock.monotonic()),
-                self._client.stream(method, ROUTE + quote(key), **options) as response,
+                self._client.stream(method, FILES_ROUTE + quote(key), **options) as response,
             ):
                 if response.status_code != 200:
                     raise failure(f"{self._subject} answers {response.status_code} to {method} of a file")
@@ -156,7 +156,7 @@ class WorkerFiles:
             path = msgspec.json.decode(body, type=_FileLocation).local_path
         except msgspec.DecodeError:
             path = ""
-        if _base(path) in ("", ".", "..") or not path.isprintable():
+        if _base_name(path) in ("", ".", "..") or not path.isprintable():
             raise FilesUnavailable(f"{self._subject} does not say where a file is")
         return path
 
@@ -181,21 +181,21 @@ async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
         yield files
     finally:
         # In the background, because the request's client may have disconnected.
-        task = asyncio.ensure_future(_end(files, client))
-        _emptying_tasks.add(task)
-        task.add_done_callback(_emptying_tasks.discard)
+        task = asyncio.ensure_future(_truncate_and_close(files, client))
+        _truncating_tasks.add(task)
+        task.add_done_callback(_truncating_tasks.discard)
 
 
-async def _end(files: WorkerFiles, client: httpx.AsyncClient) -> None:
-    await files.empty()
+async def _truncate_and_close(files: WorkerFiles, client: httpx.AsyncClient) -> None:
+    await files.truncate_all()
     await client.aclose()
 
 
-def _base(path: str) -> str:
+def _base_name(path: str) -> str:
     return path.replace("\\", "/").rpartition("/")[2]
 
 
-async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+async def _read_pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
     # The file may be sent again, to a further replica.
     file.seek(0)
     while piece := await asyncio.to_thread(file.read, PIECE_BYTES):

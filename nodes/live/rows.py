@@ -16,7 +16,7 @@ from django.db.models.expressions import Combinable
 
 from localai_cluster.web.shapes import Row, text
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel, Phase
-from nodes.models.node import COUNTED_IN_FLIGHT
+from nodes.models.node import STATES_COUNTED_IN_FLIGHT
 from nodes.placement.memory import Reservation
 from nodes.registry import actions
 from nodes.registry.node_rows import version_skew_of
@@ -26,12 +26,12 @@ from nodes.replicas.shape import LIVE_MODEL
 
 LiveNode = dict[str, Any]
 
-_STATUS_FACTS: Mapping[str, Combinable] = {
+_STATUS_COLUMNS: Mapping[str, Combinable] = {
     "offline": fact_column("offline_at", "offline_by", "offline_reason"),
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
 """Columns by status. The live feed shows them only as the node's `reason` and `since`."""
-_GPUS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
+_GPU_COLUMNS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
 """Columns of the key `gpus`, which also shows the bytes that loads have reserved on each GPU."""
 
 
@@ -63,7 +63,7 @@ class RawNode(NamedTuple):
 
 def read_nodes() -> dict[str, RawNode]:
     """Return every node by id, sorted by name; six queries in the caller's snapshot."""
-    columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_STATUS_FACTS.values())
+    columns = (*LIVE_NODE.columns.values(), *_GPU_COLUMNS.values(), *_STATUS_COLUMNS.values())
     nodes = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
     labels, replicas, backends, conflicts = (
@@ -116,8 +116,8 @@ def _count_conflicts() -> dict[str, int]:
 def render(raw: RawNode) -> LiveNode:
     """Return the node as the live feed sends it (`LIVE_NODE`)."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
-    extra = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
-    behind = {name: extra[name] for name in _STATUS_FACTS}
+    extra = dict(zip((*_GPU_COLUMNS, *_STATUS_COLUMNS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
+    behind = {name: extra[name] for name in _STATUS_COLUMNS}
     gpu_reading = {"gpus": orjson.loads(extra["gpus"]), "vram_read_at": extra["vram_read_at"]}
     engines = [LIVE_MODEL.trimmed(model) for model in orjson.loads(raw.replicas or "[]")]
     models = [engine for engine in engines if engine["phase"] != Phase.DEPARTED]
@@ -133,7 +133,9 @@ def render(raw: RawNode) -> LiveNode:
         departed_engines=len(departed),
         departed_until=max(departed, default=None),
         model_count=sum(model["state"] == "loaded" for model in models),
-        in_flight_count=sum(model["in_flight"] for model in models if model["state"] in COUNTED_IN_FLIGHT),
+        in_flight_count=sum(
+            model["in_flight"] for model in models if model["state"] in STATES_COUNTED_IN_FLIGHT
+        ),
         backends=orjson.loads(raw.backends) if raw.backends else [],
     )
 
@@ -146,7 +148,7 @@ def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str
     if status == "draining":
         drain = node["drain"]
         by = "the worker" if drain["own"] else drain["by"]
-        return _with_reason(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
+        return _append_reason(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
     if (fact_text := behind.get(status)) is None:
         return "", None
     fact = orjson.loads(fact_text)
@@ -155,14 +157,14 @@ def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str
 
 def _pending_reason(node: LiveNode) -> tuple[str, str | None]:
     if (revoked := node["revoked"]) is not None:
-        return _with_reason(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
+        return _append_reason(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
     if (rejected := node["rejected"]) is not None:
-        return _with_reason(f"{actions.REJECT.done} by {rejected['by']}", rejected), rejected["at"]
+        return _append_reason(f"{actions.REJECT.done} by {rejected['by']}", rejected), rejected["at"]
     if conflicts := node["open_conflicts"]:
         claims = "another machine claims" if conflicts == 1 else f"{conflicts} other machines claim"
         return f"awaiting approval; {claims} to be this node", node["created_at"]
     return "awaiting approval", node["created_at"]
 
 
-def _with_reason(sentence: str, fact: Row) -> str:
+def _append_reason(sentence: str, fact: Row) -> str:
     return f"{sentence}: {fact['reason']}" if fact["reason"] else sentence

@@ -50,14 +50,14 @@ Patch = dict[str, Any]
 
 HISTORY_SECONDS = 120.0
 """Seconds for which a change is stored."""
-HISTORY_CHANGES = 1000
+MAX_HISTORY_CHANGES = 1000
 """Maximum number of stored changes."""
-HISTORY_PATCHES = 50_000
+MAX_HISTORY_PATCHES = 50_000
 """Maximum number of patches in all stored changes; it limits the memory of large fleets."""
 
 
 @dataclass(frozen=True)
-class Delta:
+class FleetChange:
     """The changes from one snapshot to the next: patches by node, and removed nodes."""
 
     number: int
@@ -71,7 +71,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FleetDifference:
     """The differences between a snapshot and the last accepted snapshot."""
 
     rows: dict[str, RawNode]
@@ -80,7 +80,7 @@ class Difference:
     removed: frozenset[str]
 
 
-def _patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
+def _make_patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
     """Return the changed keys: all keys for a new node, {} without a visible change."""
     if before is None:
         return now
@@ -96,7 +96,7 @@ class History:
         self.number = 0
         self.nodes: dict[str, LiveNode] = {}
         self._raw: dict[str, RawNode] = {}
-        self._kept: deque[Delta] = deque()
+        self._kept: deque[FleetChange] = deque()
         self._size = 0
 
     @property
@@ -104,18 +104,18 @@ class History:
         """Cursor of a watcher who has every change."""
         return f"{self.epoch}:{self.number}"
 
-    def compare(self, rows: dict[str, RawNode]) -> Difference:
+    def compare(self, rows: dict[str, RawNode]) -> FleetDifference:
         """Return the differences from the last accepted snapshot. Thread-safe: it changes nothing."""
         raw_before, before = self._raw, self.nodes
         nodes, patches = {}, {}
         for node, raw in rows.items():
             if raw != raw_before.get(node):
                 nodes[node] = now = render(raw)
-                if patch := _patch(node, before.get(node), now):
+                if patch := _make_patch(node, before.get(node), now):
                     patches[node] = patch
-        return Difference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
+        return FleetDifference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
 
-    def accept(self, difference: Difference, at: float) -> bool:
+    def accept(self, difference: FleetDifference, at: float) -> bool:
         """Accept the snapshot compared last, read at `at` (monotonic seconds).
 
         Return True if a node has changed.
@@ -124,21 +124,21 @@ class History:
         self.nodes.update(difference.nodes)
         for node in difference.removed:
             del self.nodes[node]
-        self._forget(at)
-        change = Delta(self.number + 1, at, difference.patches, difference.removed)
+        self._drop_old_changes(at)
+        change = FleetChange(self.number + 1, at, difference.patches, difference.removed)
         if not change.size:
             return False
         self.number = change.number
         self._kept.append(change)
         self._size += change.size
-        self._forget(at)
+        self._drop_old_changes(at)
         return True
 
-    def _forget(self, at: float) -> None:
+    def _drop_old_changes(self, at: float) -> None:
         while self._kept and (
             at - self._kept[0].at > HISTORY_SECONDS
-            or len(self._kept) > HISTORY_CHANGES
-            or self._size > HISTORY_PATCHES
+            or len(self._kept) > MAX_HISTORY_CHANGES
+            or self._size > MAX_HISTORY_PATCHES
         ):
             self._size -= self._kept.popleft().size
 
@@ -172,17 +172,17 @@ class History:
 
 log = logging.getLogger(__name__)
 
-POLL_EVERY = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two polls without a wake-up."""
 GATHER_SECONDS = 0.2
 """Seconds for which wake-ups are gathered before a poll."""
-PAUSE_FACTOR = 4.0
+MIN_PAUSE_FACTOR = 4.0
 """Minimum pause after a successful poll, as a multiple of the poll's duration."""
-PING_EVERY = 5.0
+PING_SECONDS = 5.0
 """Seconds between two pings of Redis."""
-PING_LIMIT = 2.0
+PING_TIMEOUT_SECONDS = 2.0
 """Seconds within which Redis must reply to a ping."""
-READ_LIMIT = 5.0
+READ_TIMEOUT_SECONDS = 5.0
 """Seconds after which a poll counts as failed; its thread is still awaited."""
 
 
@@ -219,7 +219,9 @@ def read_snapshot() -> Snapshot:
 
 async def ping_redis() -> bool:
     client = redis.asyncio.Redis.from_url(
-        conf.cluster().redis_url, socket_timeout=PING_LIMIT, socket_connect_timeout=PING_LIMIT
+        conf.cluster().redis_url,
+        socket_timeout=PING_TIMEOUT_SECONDS,
+        socket_connect_timeout=PING_TIMEOUT_SECONDS,
     )
     try:
         return bool(await client.ping())
@@ -268,11 +270,11 @@ class NodeFeed:
                 turn = self._turn
                 if self._has_read and sent_notices is not self.notices:
                     sent_notices = self.notices
-                    yield _text(shapes.NOTICES.of(notices=sent_notices))
+                    yield _encode_json(shapes.NOTICES.of(notices=sent_notices))
                 for kind, hint in self.change_messages.items() if self._has_read else ():
                     if hints.get(kind) != hint:
                         hints[kind] = hint
-                        yield _text(hint)
+                        yield _encode_json(hint)
                 if (
                     self._as_of is not None
                     and self._has_read
@@ -301,7 +303,7 @@ class NodeFeed:
                 changed, removed = self.history.since(position)
                 cursor = self.history.cursor
                 message = shapes.NODES_DELTA.of(cursor=cursor, changed=changed, removed=removed)
-            self._texts[position] = _text(message)
+            self._texts[position] = _encode_json(message)
         return self._texts[position]
 
     @contextlib.asynccontextmanager
@@ -329,9 +331,9 @@ class NodeFeed:
                 woken.clear()
                 await self._refresh()
                 # An outage is over when it is over, however long the last look waited for its end.
-                pause = 0.0 if self._failing else PAUSE_FACTOR * (clock.monotonic() - began)
+                pause = 0.0 if self._failing else MIN_PAUSE_FACTOR * (clock.monotonic() - began)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(POLL_EVERY, pause)):
+                    async with asyncio.timeout(max(POLL_SECONDS, pause)):
                         await woken.wait()
                         await asyncio.sleep(max(GATHER_SECONDS, pause))
         finally:
@@ -341,7 +343,7 @@ class NodeFeed:
         self._unanswered = 0
         while self._ping is not None:
             self._unanswered = 0 if await self._ping() else self._unanswered + 1
-            await asyncio.sleep(PING_EVERY)
+            await asyncio.sleep(PING_SECONDS)
 
     async def _keep_measuring(self) -> None:
         while True:
@@ -358,24 +360,24 @@ class NodeFeed:
         # In a thread, comparing included: that takes a quarter of a second for thousands of nodes.
         reading = asyncio.ensure_future(database_sync_to_async(self._compare, thread_sensitive=False)())
         try:
-            if not (await asyncio.wait({reading}, timeout=READ_LIMIT))[0]:
-                self._fail("no answer")
+            if not (await asyncio.wait({reading}, timeout=READ_TIMEOUT_SECONDS))[0]:
+                self._report_failure("no answer")
             self._apply(*await asyncio.shield(reading))
         except DatabaseError as error:
-            self._fail(type(error).__name__)
+            self._report_failure(type(error).__name__)
         except Exception:
             # A defect; to stop looking would hide it from everyone who watches.
             log.exception("a look at the nodes failed")
-            self._fail("internal error")
+            self._report_failure("internal error")
         finally:
             # A thread cannot be cancelled: who stops watching waits until it has given its connection back.
-            await asyncio.wait({reading}, timeout=READ_LIMIT)
+            await asyncio.wait({reading}, timeout=READ_TIMEOUT_SECONDS)
 
-    def _compare(self) -> tuple[Snapshot, Difference]:
+    def _compare(self) -> tuple[Snapshot, FleetDifference]:
         snapshot = self._read()
         return snapshot, self.history.compare(snapshot.nodes)
 
-    def _apply(self, snapshot: Snapshot, difference: Difference) -> None:
+    def _apply(self, snapshot: Snapshot, difference: FleetDifference) -> None:
         now = clock.now()
         if self._failing:
             log.info("nodes are read again")
@@ -385,12 +387,12 @@ class NodeFeed:
         moved = self.history.accept(difference, clock.monotonic())
         before, self.change_messages = self.change_messages, _change_messages(snapshot)
         self._wake_watchers(
-            active_notices(self._facts(snapshot), _notice_settings(), now),
+            active_notices(self._collect_facts(snapshot), _notice_settings(), now),
             moved,
             self.change_messages != before,
         )
 
-    def _facts(self, snapshot: Snapshot) -> ClusterFacts:
+    def _collect_facts(self, snapshot: Snapshot) -> ClusterFacts:
         return ClusterFacts(
             controllers=snapshot.controllers,
             open_conflicts=sum(raw.open_conflicts for raw in snapshot.nodes.values()),
@@ -403,7 +405,7 @@ class NodeFeed:
             disk=self._disk,
         )
 
-    def _fail(self, reason: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         if not self._failing:
             log.warning("nodes not read: %s; looking again", reason)
             self._failing = True
@@ -451,26 +453,26 @@ def _notice_settings() -> NoticeSettings:
     )
 
 
-def _text(message: dict[str, Any]) -> str:
+def _encode_json(message: dict[str, Any]) -> str:
     return orjson.dumps(message).decode()
 
 
-_shared: NodeFeed | None = None
+_shared_feed: NodeFeed | None = None
 
 
-def shared() -> NodeFeed:
+def shared_feed() -> NodeFeed:
     """Return the feed of this process."""
-    global _shared
-    if _shared is None:
-        _shared = NodeFeed(ping=ping_redis)
-    return _shared
+    global _shared_feed
+    if _shared_feed is None:
+        _shared_feed = NodeFeed(ping=ping_redis)
+    return _shared_feed
 
 
-ALIVE_EVERY = 5.0
+ALIVE_SECONDS = 5.0
 """Seconds between two `alive` messages."""
 
 
-def greeting(scope: Scope) -> str:
+def hello_message(scope: Scope) -> str:
     """Return the first message: the server's version and the authenticated user."""
     principal = scope["principal"]
     return encode_message(
@@ -485,7 +487,7 @@ def greeting(scope: Scope) -> str:
 
 async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
     """Yield the messages about nodes and notices."""
-    async with contextlib.aclosing(shared().follow(query_text(scope, "nodes"))) as messages:
+    async with contextlib.aclosing(shared_feed().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
@@ -493,5 +495,5 @@ async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
 async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
     """Yield periodic messages, so that a page can distinguish a quiet cluster from a dead socket."""
     while True:
-        await asyncio.sleep(ALIVE_EVERY)
+        await asyncio.sleep(ALIVE_SECONDS)
         yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

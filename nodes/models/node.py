@@ -21,7 +21,7 @@ from django.db.models.functions import Cast, Floor
 from localai_cluster.kit import clock, names
 from nodes.models import scheduling
 
-COUNTED_IN_FLIGHT = ("loaded", "unloading")
+STATES_COUNTED_IN_FLIGHT = ("loaded", "unloading")
 """States whose requests count toward a node's `in_flight_count` (R1.107, D4)."""
 
 
@@ -42,7 +42,7 @@ class NodeStatus(models.TextChoices):
     HEALTHY = "healthy"
 
 
-_STATUS = Case(
+_STATUS_EXPRESSION = Case(
     When(approved_at__isnull=True, then=Value(NodeStatus.PENDING.value)),
     When(offline_at__isnull=False, then=Value(NodeStatus.OFFLINE.value)),
     When(drained_at__isnull=False, then=Value(NodeStatus.DRAINING.value)),
@@ -52,7 +52,7 @@ _STATUS = Case(
 )
 
 
-_DISK_QUOTA = Case(
+_DISK_QUOTA_EXPRESSION = Case(
     When(
         disk_quota_share__gt=0, then=Cast(Floor(F("total_disk") * F("disk_quota_share")), BigIntegerField())
     ),
@@ -140,7 +140,7 @@ class BackendNode(models.Model):
     """True if a heartbeat ends `offline`: the node lost contact and did not deregister (R5.5, R5.7)."""
     unhealthy_at, unhealthy_by, unhealthy_reason = _time_field(), _actor_field(), _reason_field()
     status = models.GeneratedField(
-        expression=_STATUS, output_field=models.CharField(max_length=16), db_persist=True
+        expression=_STATUS_EXPRESSION, output_field=models.CharField(max_length=16), db_persist=True
     )
 
     fingerprint = models.CharField(max_length=64, blank=True, default="", editable=False)
@@ -204,7 +204,7 @@ class BackendNode(models.Model):
     )
     """Fraction of `total_disk` in `disk_quota`; 0 if the quota is in bytes."""
     disk_quota_bytes = models.GeneratedField(
-        expression=_DISK_QUOTA, output_field=models.BigIntegerField(), db_persist=True
+        expression=_DISK_QUOTA_EXPRESSION, output_field=models.BigIntegerField(), db_persist=True
     )
     """Bytes of the quota now; 0 = no limit, or a fraction of a disk whose size is not reported."""
 

@@ -20,7 +20,7 @@ from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
 from operations.models import SUFFIX_SEPARATOR
 
-ALL_SUFFIX = "all"
+ALL_REPLICAS_SUFFIX = "all"
 """Key suffix of operations on all replicas of a model."""
 
 
@@ -96,13 +96,13 @@ STATE_BY_PHASE: Mapping[str, str | None] = {
 """State of each phase as in the reference. A departed replica has no state and is never counted."""
 LOADING_PHASES = tuple(phase for phase in Phase if STATE_BY_PHASE[phase] in BEING_LOADED)
 """The phases of rows that a load owns, in their order."""
-_STATE = Case(
+_STATE_EXPRESSION = Case(
     *(When(phase=phase, then=Value(state)) for phase, state in STATE_BY_PHASE.items() if state is not None),
     output_field=models.CharField(max_length=16),
 )
-_FAILED_LOAD = Q(phase="stopping", reason="load_failed")
+_FAILED_LOAD_CONDITION = Q(phase="stopping", reason="load_failed")
 
-_UNMATCHED_LABELS = """
+_UNMATCHED_LABELS_SUBQUERY = """
 SELECT FROM model_scheduling_configs c
  CROSS JOIN jsonb_each(CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN c.node_selector
                             ELSE '{"unreadable": []}' END) AS wanted(key, value)
@@ -129,7 +129,7 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
 
         Their nodes match the selector of their model's rule. Do not use it in subqueries.
         """
-        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_UNMATCHED_LABELS})"]))
+        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_UNMATCHED_LABELS_SUBQUERY})"]))
 
     def of_backend(self, backend: str) -> Self:
         """Filter replicas whose engines use this backend, by its name or by its alias on their node."""
@@ -144,7 +144,7 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
 
     def occupying(self) -> Self:
         """Filter rows that occupy a slot of their node. Engines of failed loads do not (R1.62)."""
-        return self.exclude(Q(phase="departed") | _FAILED_LOAD)
+        return self.exclude(Q(phase="departed") | _FAILED_LOAD_CONDITION)
 
 
 _EngineManager = models.Manager.from_queryset(NodeModelQuerySet)
@@ -208,7 +208,7 @@ class NodeModel(models.Model):
     address = models.CharField(max_length=512, blank=True, default="")
     phase = models.CharField(max_length=16, choices=Phase, default=Phase.RESERVED)
     state = models.GeneratedField(
-        expression=_STATE, output_field=models.CharField(max_length=16, null=True), db_persist=True
+        expression=_STATE_EXPRESSION, output_field=models.CharField(max_length=16, null=True), db_persist=True
     )
     """`ReplicaState` (R1.4), which PostgreSQL generates from the phase. Null if departed."""
     reason = models.CharField(max_length=16, choices=PhaseReason, blank=True, default="", db_default="")
@@ -358,6 +358,6 @@ def load_key(model_name: str, suffix: str = "0") -> str:
     """Return the key of an operation on the model's replicas.
 
     Requests join the load with suffix 0. A load of one more replica has another number, and operations on all
-    replicas have `ALL_SUFFIX`.
+    replicas have `ALL_REPLICAS_SUFFIX`.
     """
     return f"model:{model_name}{SUFFIX_SEPARATOR}{suffix}"

@@ -150,7 +150,7 @@ class DecisionKind(models.TextChoices):
 
 
 _Decision = TypeVar("_Decision", bound=models.Model)
-_ROW_OVERHEAD = 300
+_ROW_OVERHEAD_BYTES = 300
 """Bytes of a row without its large columns, including its index entries."""
 
 
@@ -158,7 +158,7 @@ class BoundedQuerySet(models.QuerySet[_Decision]):
     """Rows of decisions, which retention limits by age and by total bytes."""
 
     at: ClassVar[str]
-    large: ClassVar[tuple[str, ...]]
+    large_columns: ClassVar[tuple[str, ...]]
     """Large columns, whose stored (compressed) size counts. PostgreSQL knows the size without reading them.
     """
 
@@ -168,8 +168,10 @@ class BoundedQuerySet(models.QuerySet[_Decision]):
         One query.
         """
         bytes_field = BigIntegerField()
-        sizes = (Func(F(name), function="pg_column_size", output_field=bytes_field) for name in self.large)
-        size = reduce(add, sizes, Value(_ROW_OVERHEAD, output_field=bytes_field))
+        sizes = (
+            Func(F(name), function="pg_column_size", output_field=bytes_field) for name in self.large_columns
+        )
+        size = reduce(add, sizes, Value(_ROW_OVERHEAD_BYTES, output_field=bytes_field))
         newest_first = (F(self.at).desc(), F("id").desc())
         totals = self.annotate(total=Window(Sum(size), order_by=newest_first)).order_by(*newest_first)
         last: datetime | None = totals.filter(total__gt=space).values_list(self.at, flat=True).first()
@@ -260,7 +262,7 @@ class PlacementLog(models.Model):
 
 
 MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 128, 255
-MAX_KEYS = 64
+MAX_SELECTOR_LABELS = 64
 
 
 def readable_selector(selector: Any) -> dict[str, str] | None:
@@ -275,8 +277,10 @@ def check_selector(selector: Any) -> dict[str, str]:
     """Return the selector; raise InvalidInput if it is invalid."""
     if not isinstance(selector, dict):
         raise errors.InvalidInput("node_selector must be an object of strings", field="node_selector")
-    if len(selector) > MAX_KEYS:
-        raise errors.InvalidInput(f"node_selector must have at most {MAX_KEYS} keys", field="node_selector")
+    if len(selector) > MAX_SELECTOR_LABELS:
+        raise errors.InvalidInput(
+            f"node_selector must have at most {MAX_SELECTOR_LABELS} keys", field="node_selector"
+        )
     for key, value in selector.items():
         check_label(key, value, "node_selector")
     return selector
@@ -286,17 +290,17 @@ def check_label(key: Any, value: Any, field: str) -> None:
     """Raise InvalidInput for `field` unless a label can have this key and value."""
     if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH:
         raise errors.InvalidInput(f"{field}: a key must have 1 to {MAX_KEY_LENGTH} characters", field=field)
-    _check_text(key, "a key", field)
+    _check_label_text(key, "a key", field)
     if not isinstance(value, str):
         raise errors.InvalidInput(f"{field}: the value of {key!r} must be a string", field=field)
     if len(value) > MAX_VALUE_LENGTH:
         raise errors.InvalidInput(
             f"{field}: the value of {key!r} exceeds {MAX_VALUE_LENGTH} characters", field=field
         )
-    _check_text(value, f"the value of {key!r}", field)
+    _check_label_text(value, f"the value of {key!r}", field)
 
 
-def _check_text(text: str, subject: str, field: str) -> None:
+def _check_label_text(text: str, subject: str, field: str) -> None:
     if character := names.find_unprintable(text):
         raise errors.InvalidInput(
             f"{field}: {subject} must not contain the character {character}", field=field
