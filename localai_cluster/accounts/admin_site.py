@@ -45,7 +45,7 @@ INTERNAL_MODEL_NAMES = frozenset(
         "WebProcess",
     }
 )
-"""Names of models that only help to diagnose the cluster; the index lists them last."""
+"""Names of models that only help to diagnose the cluster. The index lists them last."""
 
 
 def _app_position(app: Any) -> int:
@@ -65,7 +65,7 @@ def _internal_tables(models: list[Any]) -> dict[str, Any]:
 
 @wraps(delete_selected)
 def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Delete as Django does, and write an audit entry for each row.
+    """Delete the selected rows as Django does, and write an audit entry for each row.
 
     Django sends no signal when it deletes several rows.
     """
@@ -79,7 +79,7 @@ def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) 
 
 
 class Site(AdminSite):
-    """Admin site for staff who have changed their generated password."""
+    """Admin site for staff. A user with a generated password must change it first."""
 
     site_header = site_title = "LocalAI Cluster"
     index_title = "Administration"
@@ -98,7 +98,7 @@ class Site(AdminSite):
         return [url for url in super().get_urls() if getattr(url, "name", "") != "view_on_site"]
 
     def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
-        """Return Django's list with readable names; internal tables come last, under their own heading."""
+        """Return the apps with readable names. Internal tables come last, under a heading of their own."""
         apps = super().get_app_list(request, app_label)
         internal: list[Any] = []
         for app in apps:
@@ -116,9 +116,9 @@ class Site(AdminSite):
         return super().has_permission(request) and not passwords.must_change(request.user)
 
     def login(self, request: HttpRequest, extra_context: Any = None) -> HttpResponseRedirect:
-        """Redirect to the sign-in, to the change of a generated password, or to the requested page.
+        """Redirect to the sign-in page, the page that changes a generated password, or the requested page.
 
-        Without a requested page the target is the start page.
+        Without a requested page the target is the start page of the admin.
         """
         target = request.GET.get(REDIRECT_FIELD_NAME, "")
         if not url_has_allowed_host_and_scheme(
@@ -134,10 +134,10 @@ class Site(AdminSite):
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
     def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        """Redirect to the product's own page, which limits guesses at the current password."""
+        """Redirect to the product's own page, which limits guesses of the current password."""
         return HttpResponseRedirect(settings.PASSWORD_URL)
 
 
 def _redirect_with_next(page: str, target: str) -> HttpResponseRedirect:
-    """Redirect to a page that later redirects to `target`, a path of this host."""
+    """Redirect to `page`, which later redirects to `target`, a path of this host."""
     return HttpResponseRedirect(f"{page}?{urlencode({REDIRECT_FIELD_NAME: target})}")

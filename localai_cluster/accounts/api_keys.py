@@ -1,7 +1,7 @@
-"""A person's own API keys: list, create, revoke, at the reference's paths.
+"""REST API of a person's own API keys: list, create, revoke, at the reference's paths.
 
-Only a session that a password began may manage keys: a key could otherwise leave behind keys that outlive its
-revocation. Errors are flat.
+Only a session that a password began may manage keys: a key could otherwise create keys that outlive its
+revocation. Errors are in the flat envelope.
 """
 
 from datetime import datetime
@@ -30,18 +30,18 @@ from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 _MAX_NAME_LENGTH = 100
 _MAX_KEY_ID = 2**31 - 1
 MAX_KEYS_PER_USER = 100
-"""Maximum number of a user's keys that are not revoked."""
+"""Maximum number of keys of one user, without revoked keys."""
 
 
 def list_keys(user_id: int) -> list[ApiKey]:
-    """Return the user's keys that are not revoked, the newest first, at most twice `MAX_KEYS_PER_USER`."""
+    """Return the user's keys that are not revoked, newest first."""
     return list(
         ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MAX_KEYS_PER_USER]
     )
 
 
 def create_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Create a key for the user; return its row and the plaintext. Raise Conflict above `MAX_KEYS_PER_USER`.
+    """Create a key for the user; return its row and plaintext. Raise Conflict above `MAX_KEYS_PER_USER`.
 
     The plaintext is not stored.
     """
@@ -56,7 +56,7 @@ def create_key(user: Any, name: str) -> tuple[ApiKey, str]:
 
 
 def revoke_key(user_id: int, key_id: int, *, now: datetime) -> None:
-    """Revoke a key of this user. Raise NotFound for a key that the user does not have.
+    """Revoke a key of this user. Raise NotFound if the user has no such key.
 
     A key that is already revoked keeps the time of its revocation.
     """
@@ -114,7 +114,7 @@ _KEY_EXAMPLE = {
 
 
 class PersonAuthentication(CookieAuthentication):
-    """Authentication by a person's session; `request.auth` is the signed-in user."""
+    """DRF authentication by a person's session; `request.auth` is the signed-in user."""
 
     def authenticate(self, request: Request) -> tuple[Any, Any] | None:
         """Return the principal and the user of the session; None without a session."""
@@ -124,7 +124,7 @@ class PersonAuthentication(CookieAuthentication):
 
 
 class _KeysView(APIView):
-    """Base of the views of a user's keys; only a person's session may use them."""
+    """Base of the views of a user's keys. Only a person's session may use them."""
 
     envelope = "flat"
     tag = "session"

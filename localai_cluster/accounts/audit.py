@@ -26,7 +26,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.logs import request_id
 
 AUDITED_ACTOR_KINDS = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
-"""Kinds of actors whose changes are audited."""
+"""Kinds of actors whose changes are audited: those that stand for a person."""
 _MAX_TEXT_LENGTH = 255
 _CHANGE_BY_ADMIN_FLAG: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
 _ENTRY_COLUMNS = (
@@ -43,12 +43,12 @@ _ENTRY_COLUMNS = (
 )
 
 _change_source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
-"""The request or the actor to which changes in the current context are attributed."""
+"""The request or actor to which changes in the current context are attributed; None outside of a context."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change: its kind, e.g. `operation.cancelled`, and its subject."""
+    """A change for the audit: its kind, such as `operation.cancelled`, its subject and details."""
 
     kind: str
     subject: str
@@ -57,20 +57,20 @@ class Change:
 
 
 class AttributionMiddleware:
-    """Middleware that attributes changes within a request to its user."""
+    """Django middleware that attributes changes during a request to the request's user."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
-        """Pass the request on; attribute changes to its caller meanwhile."""
+        """Process the request. Attribute changes meanwhile to its caller."""
         with _attribute_to(request):
             return self._get_response(request)
 
 
 @contextmanager
 def attribute_to(actor: Actor) -> Iterator[None]:
-    """Attribute changes within the block to this actor, for a management command or a raw route."""
+    """Attribute changes within the block to this actor. For management commands and raw routes."""
     with _attribute_to(actor):
         yield
 
@@ -99,7 +99,7 @@ def _current_actor() -> tuple[Actor | None, str]:
 
 
 def record(*changes: Change, at: datetime | None = None) -> None:
-    """Write the changes in one statement, in the caller's transaction. Do nothing outside of a context."""
+    """Write audit entries for the changes, in the caller's transaction. Do nothing outside of a context."""
     if not changes:
         return
     actor, address = _current_actor()
@@ -123,13 +123,13 @@ def record(*changes: Change, at: datetime | None = None) -> None:
 
 
 def record_admin_edit(sender: type[LogEntry], instance: LogEntry, created: bool, **_: Any) -> None:
-    """Record an edit in Django's admin; receiver of `LogEntry`'s `post_save`."""
+    """Record an edit in Django's admin. This is the receiver of `post_save` of `LogEntry`."""
     if created:
         record(admin_change(instance))
 
 
 def admin_change(entry: LogEntry) -> Change:
-    """Return the change that an entry of the admin's own log describes."""
+    """Return the change that an entry of Django's admin log describes."""
     of = entry.content_type.name if entry.content_type else "row"
     action = _CHANGE_BY_ADMIN_FLAG.get(entry.action_flag, "changed")
     return Change(
@@ -138,12 +138,12 @@ def admin_change(entry: LogEntry) -> Change:
 
 
 def as_dict(entry: AuditEntry) -> dict[str, Any]:
-    """Return an entry for the wire."""
+    """Return the entry in the form of the REST API."""
     return {name: getattr(entry, name) for name in _ENTRY_COLUMNS} | {"at": entry.at.isoformat()}
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Delete the oldest entries before `before`, at most `limit`; return their number."""
+    """Delete up to `limit` entries older than `before`, oldest first. Return their number."""
     old = AuditEntry.objects.filter(at__lt=before).order_by("at", "pk").values_list("pk", flat=True)
     deleted, _ = AuditEntry.objects.filter(pk__in=list(old[:limit])).delete()
     return deleted

@@ -1,8 +1,8 @@
 """Sign-in, sign-out and change of the password (`contract/http-api.md` §5.4), with Django's sessions.
 
-People sign in with name and password, or a browser with a key, whose session ends with the key; nodes have no
-session. Errors are flat. Every change must come from a page of this origin, also of an anonymous caller. A
-person with a generated password can use only these routes until it is changed.
+People sign in with name and password, or a browser with a key, whose session ends with the key. Nodes have no
+session. Errors are in the flat envelope. Every change must come from a page of this origin, also of an
+anonymous caller. A person with a generated password can use only these routes until it is changed.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from localai_cluster.web.openapi import extend_schema, request_example, response
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
 _MAX_PASSWORD_LENGTH = 4096
-"""Maximum length of a password in characters: hashing a longer one would only cost time."""
+"""Maximum number of characters of a password, because hashing a longer one costs time."""
 
 
 def _password_field() -> Text:
@@ -116,7 +116,7 @@ REFERENCE_FEATURES = (
     *("images", "localai_assistant", "mcp", "mcp_jobs", "moderation", "pii_filter", "quantization"),
     *("realtime", "rerank", "skills", "sound", "stores", "tokenize", "vad", "video", "voice_recognition"),
 )
-"""The reference's features, by the names that its pages use."""
+"""The reference's features by the names that its pages use."""
 _BUILT_FEATURES = frozenset(
     {"audio_speech", "audio_transcription", "chat", "embeddings", "images", "rerank", "tokenize"}
 )
@@ -181,7 +181,7 @@ def _refusal_responses(*statuses: int) -> dict[int, OpenApiResponse]:
 
 
 class SessionView(APIView):
-    """Base of the sign-in routes: open to everyone, errors in the flat envelope."""
+    """Base of the sign-in routes. They are open to everyone and use the flat envelope."""
 
     envelope = "flat"
     flat_auth = True
@@ -189,13 +189,13 @@ class SessionView(APIView):
     permission_classes: list[Any] = []
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Refuse a method that the route lacks with 405 before the CSRF token is checked."""
+        """Refuse an unsupported method with 405 before the CSRF token is checked."""
         if request.method not in self.allowed_methods:
             self.http_method_not_allowed(request)
         super().initial(request, *args, **kwargs)
 
     def sign_in(self, request: Request, shape: type[serializers.Serializer[Any]], refusal: str) -> Response:
-        """Begin a session with the credentials of the body. Raise NotAuthenticated with `refusal` as text."""
+        """Begin a session with the body's credentials. Raise NotAuthenticated with the text `refusal`."""
         sent = validate_body(shape, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
@@ -358,7 +358,7 @@ class PasswordView(SessionView):
 
 
 def render_user(user: Any) -> dict[str, Any]:
-    """Return a user in wire form. The user of a static key has the name that the reference uses."""
+    """Return a user in the form of the REST API. The user of a static key has the reference's name."""
     if isinstance(user, KeyUser):
         person = {"id": "legacy-api-key", "email": "", "name": "API Key User", "provider": ""}
         return (

@@ -1,4 +1,4 @@
-"""Metrics of a controller: attempts at operations and commands to workers. Its passes are in `passes`."""
+"""Metrics of a controller: attempts at operations, and commands to workers. `passes` has those of passes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +28,14 @@ UNRECORDED_OUTCOME = "unrecorded"
 
 @dataclass
 class AttemptResult:
-    """Outcome of an attempt; `UNRECORDED_OUTCOME` until the outcome is written to the database."""
+    """Outcome of an attempt. It is `UNRECORDED_OUTCOME` until the database has it."""
 
     outcome: str = UNRECORDED_OUTCOME
 
 
 @contextmanager
 def count_attempt(kind: str) -> Iterator[AttemptResult]:
-    """Count the block as one attempt. The block sets `outcome` on the yielded object."""
+    """Count the block as one attempt. The block sets `outcome` of the yielded object."""
     started_at, result = clock.monotonic(), AttemptResult()
     try:
         yield result
@@ -45,6 +45,6 @@ def count_attempt(kind: str) -> Iterator[AttemptResult]:
 
 
 def command_ended(command: str, outcome: str, took: float) -> None:
-    """Count one command to a worker that took `took` seconds, with or without a reply."""
+    """Count a command to a worker that took `took` seconds, with or without a reply."""
     COMMANDS.labels(command, outcome).inc()
     COMMAND_SECONDS.labels(command).observe(took)

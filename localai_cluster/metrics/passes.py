@@ -12,14 +12,14 @@ FIGURES = (PASSES, PASS_SECONDS)
 
 
 def record_pass(name: str, took: float, *, ok: bool) -> None:
-    """Count one pass that has ended after `took` seconds."""
+    """Count a pass that took `took` seconds."""
     PASSES.labels(name, "ok" if ok else "failed").inc()
     PASS_SECONDS.labels(name).observe(took)
 
 
 @contextmanager
 def count_pass(name: str) -> Iterator[None]:
-    """Count the block as one pass, which has failed if the block raises."""
+    """Count the block as one pass. It has failed if the block raises."""
     started_at, ok = clock.monotonic(), False
     try:
         yield

@@ -101,14 +101,14 @@ _reader_by_gauge: dict[Gauge, Callable[[], float]] = {}
 def set_reader(figure: Gauge, read: Callable[[], float]) -> None:
     """Make a gauge read its value from `read()` at each scrape.
 
-    In a scrape of another process, the value is that of the last `refresh`.
+    A scrape of another process gets the value of the last `refresh`.
     """
     figure.set_function(read)
     _reader_by_gauge[figure] = read
 
 
 def refresh() -> None:
-    """Write the current values of the gauges, for scrapes of the other web processes."""
+    """Store the current values of the gauges, for scrapes of other web processes of the address."""
     for figure, read in _reader_by_gauge.items():
         figure.set(read())
 
@@ -146,7 +146,7 @@ _SURFACE_BY_SEGMENT = {
     "readyz": "probes",
     "metrics": "probes",
 }
-"""Surface of the server by the first segment of a path; the default is `other`."""
+"""Surface of the server (a label of HTTP metrics) by the first segment of a path; the default is `other`."""
 _OLLAMA_PATHS = frozenset(
     f"/api/{name}"
     for name in (
@@ -157,7 +157,7 @@ _OLLAMA_PATHS = frozenset(
 
 
 def surface_of_path(path: str) -> str:
-    """Return the surface of the server to which a path belongs."""
+    """Return the surface of the server to which a path belongs, such as `inference`."""
     if path.startswith("/api/node/"):
         return "workers"
     if path in _OLLAMA_PATHS or path.startswith("/api/blobs/"):
@@ -189,7 +189,7 @@ def _prefix_blocks_of_model(model: str) -> tuple[Counter, Counter]:
 
 
 def request_ended(path: str, status: int | str, took: float) -> None:
-    """Count one HTTP request that has ended."""
+    """Count an HTTP request that took `took` seconds."""
     requests, durations = _samples_of_surface(surface_of_path(path), status)
     requests.inc()
     durations.observe(took)
@@ -197,30 +197,30 @@ def request_ended(path: str, status: int | str, took: float) -> None:
 
 @dataclass(slots=True)
 class ModelCounts:
-    """Counts of this process for one model since the last `take_model_counts`."""
+    """Counts of this process for one model since `take_model_counts` was last called."""
 
     requests: int = 0
     errors: int = 0
-    """Number of requests that ended with a status of 500 or above."""
+    """Number of requests that ended with a status from 500 on."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0
     first_token_ms: int = 0
-    """Sum of the milliseconds until the first tokens."""
+    """Sum of the milliseconds from a request to its first token."""
 
 
 _model_counts: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
 
 
 def take_model_counts() -> dict[str, ModelCounts]:
-    """Return the counts of this process by model, and reset the counts."""
+    """Return the counts of this process by model, and set them to 0."""
     global _model_counts
     taken, _model_counts = _model_counts, defaultdict(ModelCounts)
     return taken
 
 
 def inference_ended(model: str, status: int | str, took: float) -> None:
-    """Count one inference request that has ended."""
+    """Count an inference request that took `took` seconds."""
     requests, durations = _samples_of_model(model, status)
     requests.inc()
     counts = _model_counts[model]
@@ -231,7 +231,7 @@ def inference_ended(model: str, status: int | str, took: float) -> None:
 
 
 def first_token(model: str, took: float) -> None:
-    """Record the seconds until the first chunk of an engine's response."""
+    """Count the seconds from a request to the first chunk of its response."""
     _first_token_of_model(model).observe(took)
     counts = _model_counts[model]
     counts.first_tokens += 1
@@ -239,7 +239,7 @@ def first_token(model: str, took: float) -> None:
 
 
 def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
-    """Count the tokens of one complete response; `cached` are the tokens of a cached prefix."""
+    """Count the tokens of a complete response. `cached` is the number of cached prompt tokens."""
     for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
         _tokens_of_model(model, kind).inc(count)
     counts = _model_counts[model]
@@ -248,13 +248,13 @@ def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
 
 
 def pick_ended(outcome: str, took: float) -> None:
-    """Count one pick that has ended."""
+    """Count a pick that took `took` seconds."""
     _picks_of_outcome(outcome).inc()
     PICK_SECONDS.observe(took)
 
 
 def prefix_picked(model: str, outcome: str, blocks: int, cached: int) -> None:
-    """Count one pick by prefix; the replica had `cached` of the prompt's `blocks`."""
+    """Count a pick by prefix. The picked replica cached `cached` of the prompt's `blocks`."""
     _prefix_picks_of_outcome(model, outcome).inc()
     asked, hit = _prefix_blocks_of_model(model)
     asked.inc(blocks)

@@ -40,14 +40,14 @@ FIGURES = (
 
 
 def command_ended(command: str, outcome: str, took: float) -> None:
-    """Count one command that has ended."""
+    """Count a command that took `took` seconds."""
     COMMANDS.labels(command, outcome).inc()
     COMMAND_SECONDS.labels(command).observe(took)
 
 
 @contextmanager
 def count_start() -> Iterator[None]:
-    """Count the block as the start of one engine, which has failed if the block raises."""
+    """Count the block as the start of one engine. It has failed if the block raises."""
     started_at, outcome = clock.monotonic(), "failed"
     try:
         yield

@@ -26,7 +26,7 @@ class StubsNotBuilt(ClusterError):
 
 
 def build_stubs(target: Path | None = None) -> bool:
-    """Generate the stubs in `target` unless they are up to date; return True if they were generated."""
+    """Generate the stubs in `target` unless they are current. Return True if they were generated."""
     folder = target or PACKAGE_FOLDER / "generated"
     stamp = _hash_inputs(typed=target is None and _find_typed_plugins() is not None)
     if _read_or_empty(folder / STAMP_FILE_NAME) == stamp and (folder / "backend_pb2_grpc.py").exists():
@@ -55,7 +55,7 @@ def _read_or_empty(path: Path) -> str:
 
 
 def _find_typed_plugins() -> str | None:
-    """Return the folder of mypy-protobuf's plugins; None if they are not installed."""
+    """Return the folder with mypy-protobuf's plugins, None if they are not installed."""
     scripts = Path(sys.executable).parent
     if (scripts / "protoc-gen-mypy").exists() and (scripts / "protoc-gen-mypy_grpc").exists():
         return str(scripts)

@@ -1,4 +1,4 @@
-"""The client of one inference engine, and the pool that keeps one client per address and token.
+"""Client of one inference engine, and a pool with one client per address and token.
 
 Calls run on the event loop that created the client; nothing here may be shared between loops. A call costs
 one coroutine and no set-up: the channel, its methods and the metadata are created once. Errors arrive as
@@ -55,19 +55,22 @@ TRACKED_METHODS = frozenset(
         *("SoundDetection", "AudioEncode", "AudioDecode", "AudioTransform"),
     }
 )
+"""gRPC methods whose calls serve a user's request and count as in flight."""
 UNTRACKED_METHODS = frozenset(
     {
         *("Health", "LoadModel", "Status", "Free", "TokenizeString", "Detokenize", "GetMetrics"),
         *("ModelMetadata", "StoresSet", "StoresDelete", "StoresGet", "StoresFind"),
     }
 )
+"""gRPC methods whose calls do not count as in flight."""
 
 
 HEALTHY_MESSAGE = b"OK"
 HTTP2, GRPC = "http2", "grpc"
-"""Implementations of the calls for text and vectors: ours (`stream_client.py`), and `grpc.aio`."""
+"""Implementations of calls for text and vectors: our own (`stream_client.py`), or `grpc.aio`."""
 # Seconds that running calls on a replaced channel may still take.
 CLOSE_GRACE_SECONDS = 600.0
+"""Seconds that running calls get when a client or channel is closed."""
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -89,7 +92,7 @@ _EMPTY_HEALTH = HealthMessage()
 
 
 class BackendClient:
-    """Calls one engine at `address` (`host:port`); `token`, if any, authenticates the calls.
+    """Client of the engine at `address` (`host:port`); `token`, if any, authenticates the calls.
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is not `host:port` raises
     Refused, because gRPC would interpret a scheme in it. Only a client with `counted` has the methods that
@@ -124,28 +127,28 @@ class BackendClient:
         return reply.message == HEALTHY_MESSAGE
 
     async def load_model(self, options: ModelOptions, timeout: float) -> Result:
-        """Load a model. If the engine refuses, return a Result with `success` False."""
+        """Load a model. Return a Result whose `success` is False if the engine refuses."""
         return await self._unary(self._stub.LoadModel(options, timeout=timeout, metadata=self._metadata))
 
     async def embedding(self, options: PredictOptions, timeout: float) -> EmbeddingResult:
-        """Return the embedding of `options.Embeddings`."""
+        """Return the embedding of the text in `options.Embeddings`."""
         return await self._unary(self._whole("Embedding", EmbeddingResult.FromString, options, timeout))
 
     def predict(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
-        """Return the complete reply to a prompt as one piece."""
+        """Return the complete reply to a prompt, as one piece."""
         call = self._whole("Predict", Reply.FromString, options, timeout)
         return Replies(call, self._channel, self._translate_error)
 
     def _whole(
         self, method: str, parse: Callable[[bytes], Response], options: PredictOptions, timeout: float | None
     ) -> Any:
-        """Return an awaitable call of this method, in the selected implementation."""
+        """Call a method with one reply, in the selected implementation; return an awaitable."""
         if self._streams is not None:
             return self._streams.whole(method, parse, options.SerializeToString(), timeout)
         return getattr(self._stub, method)(options, timeout=timeout, metadata=self._metadata)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
-        """Stream the reply to a prompt; without a timeout the call has no time limit."""
+        """Return the reply to a prompt as a stream. Without a timeout the call has no time limit."""
         call: Any
         if self._streams is not None:
             request = options.SerializeToString()
@@ -155,31 +158,31 @@ class BackendClient:
         return Replies(call, self._channel, self._translate_error)
 
     async def transcribe(self, request: TranscriptRequest, timeout: float) -> TranscriptResult:
-        """Return the transcript of the worker's audio file `request.dst`."""
+        """Return the transcript of the audio file `request.dst` on the worker."""
         return await self._unary(
             self._stub.AudioTranscription(request, timeout=timeout, metadata=self._metadata)
         )
 
     def transcribe_stream(self, request: TranscriptRequest) -> "Replies[TranscriptStreamResponse]":
-        """Stream the transcript of the worker's audio file `request.dst`."""
+        """Return a stream of the transcript of the audio file `request.dst` on the worker."""
         call = self._stub.AudioTranscriptionStream(request, metadata=self._metadata)
         return Replies(call, self._channel, self._translate_error)
 
     async def speak(self, request: TTSRequest, timeout: float) -> Result:
-        """Write a text as speech to the file `request.dst` on the worker."""
+        """Convert a text to speech; the engine writes it to the file `request.dst` on the worker."""
         return await self._unary(self._stub.TTS(request, timeout=timeout, metadata=self._metadata))
 
     def speak_stream(self, request: TTSRequest) -> "Replies[Reply]":
-        """Stream a text as speech, in `audio` of the replies."""
+        """Return a stream of a text as speech, in `audio` of the replies."""
         call = self._stub.TTSStream(request, metadata=self._metadata)
         return Replies(call, self._channel, self._translate_error)
 
     async def draw(self, request: GenerateImageRequest, timeout: float) -> Result:
-        """Write an image to the file `request.dst` on the worker."""
+        """Generate an image; the engine writes it to the file `request.dst` on the worker."""
         return await self._unary(self._stub.GenerateImage(request, timeout=timeout, metadata=self._metadata))
 
     async def tokenize(self, options: PredictOptions, timeout: float) -> TokenizationResponse:
-        """Return the token ids of `options.Prompt`."""
+        """Return the token ids of the text in `options.Prompt`."""
         return await self._unary(self._stub.TokenizeString(options, timeout=timeout, metadata=self._metadata))
 
     async def detokenize(self, request: DetokenizeRequest, timeout: float) -> DetokenizeResponse:
@@ -195,7 +198,7 @@ class BackendClient:
         return await self._unary(self._stub.Status(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def free(self, timeout: float) -> Result:
-        """Free the memory of the loaded model."""
+        """Free the memory of the model that the engine has loaded."""
         return await self._unary(self._stub.Free(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def close(self, grace: float | None = None) -> None:
@@ -239,7 +242,7 @@ class BackendClient:
 
 
 class Replies(Generic[Piece]):
-    """A reply that arrives in one or more pieces. A caller that stops early must close the iterator."""
+    """The reply to one call, in one or more pieces. A caller that stops early must close the iterator."""
 
     def __init__(self, call: Any, channel: grpc.aio.Channel, translate_error: "_TranslateError") -> None:
         self._call = call
@@ -286,7 +289,7 @@ class Replies(Generic[Piece]):
         self._call.cancel()
 
     async def trailing(self, name: str) -> str:
-        """Return the trailing metadata `name`, "" if it is missing. Call this only after the last piece."""
+        """Return the value of the trailing metadata `name`, "" without one. Call it after the last piece."""
         metadata = await self._call.trailing_metadata()
         value = metadata.get(name) if metadata is not None else None
         return value if isinstance(value, str) else ""
@@ -296,7 +299,7 @@ _TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel, Any], Backen
 
 
 def _is_overdue(call: Any) -> bool:
-    """Return True if this is a call of grpc.aio whose deadline has passed.
+    """Return True for a call of `grpc.aio` whose deadline has passed.
 
     The calls of `stream_client.py` check their deadlines themselves.
     """
@@ -309,7 +312,7 @@ _CLOSED_MESSAGE = "the connection to the engine was closed"
 def _raise_unless_cancelled(error: BackendError) -> None:
     """Raise the error unless the current task itself was cancelled.
 
-    The library also raises CancelledError if only the call was cancelled or its channel was closed; then the
+    The library also raises CancelledError if only the call was cancelled or its channel was closed. Then the
     caller continues.
     """
     task = asyncio.current_task()
@@ -318,7 +321,7 @@ def _raise_unless_cancelled(error: BackendError) -> None:
 
 
 async def probe(address: str, token: str, timeout: float) -> Sign:
-    """Return the health of the process at `address`, on a new connection, which is then closed (R4.38)."""
+    """Check the engine at `address` over a new connection, which is then closed (R4.38)."""
     try:
         client = BackendClient(address, token)
     except Refused:
@@ -335,7 +338,7 @@ async def probe(address: str, token: str, timeout: float) -> Sign:
 
 
 class ClientPool:
-    """Clients by address and token. Above `limit` clients, the least recently used one is closed."""
+    """Engine clients by address and token. Above `limit` clients, the least recently used one is closed."""
 
     def __init__(self, *, limit: int = 1024, stream_client: str = HTTP2) -> None:
         self._limit = limit
@@ -344,9 +347,9 @@ class ClientPool:
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str, token: str = "") -> BackendClient:
-        """Return the client for `address` (`host:port`) and bearer token.
+        """Return the client for `address` (`host:port`) and a bearer token.
 
-        Raise Refused if the address has another form.
+        Raise Refused for an address of another form.
         """
         key = (address, token)
         client = self._clients.get(key)
@@ -360,7 +363,7 @@ class ClientPool:
         return client
 
     def forget(self, address: str, token: str = "") -> None:
-        """Remove the client of an address and close it; its running calls may end."""
+        """Remove a client from the pool and close it; running calls may end."""
         client = self._clients.pop((address, token), None)
         if client is not None:
             task = asyncio.get_running_loop().create_task(client.close(CLOSE_GRACE_SECONDS))
@@ -377,7 +380,7 @@ class ClientPool:
 
 
 def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
-    """Return load options from a mapping with the field names of `ModelOptions`.
+    """Return load options from a mapping of field names of `ModelOptions` to values.
 
     An example is `{"Model": …, "Embeddings": True}`. Raise InvalidInput for an unknown name or a value of the
     wrong type.

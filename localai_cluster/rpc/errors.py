@@ -1,8 +1,8 @@
 """Errors of calls to an engine, and how a caller may react to them.
 
-`translate_status` turns gRPC's status into one of these types. Two attributes guide the caller: `repeatable` (the
-engine did no work and the request may be retried on another replica) and `replica_gone` (the process at that
-address is dead or unreachable, so the replica should be taken out of service).
+`translate_status` turns gRPC's status into one of these types. Two attributes guide the caller: `repeatable`
+(the engine did no work and the request may be retried on another replica) and `replica_gone` (the process at
+that address is dead or unreachable, so the replica should be taken out of service).
 """
 
 import grpc
@@ -43,7 +43,7 @@ _BROKEN_PHRASES = (
 
 
 class BackendError(ClusterError):
-    """The inference engine did not answer the request."""
+    """A call to an inference engine failed."""
 
     message = "The inference engine did not answer the request."
     code = "backend_error"
@@ -61,7 +61,7 @@ class Refused(BackendError, Unavailable):
 
 
 class Lost(BackendError, Unavailable):
-    """The connection to the engine broke before it answered."""
+    """The connection to the engine broke before the reply was complete."""
 
     message = "The connection to the engine broke before it answered."
     # Not marked repeatable: a request that kills its engine must not walk through all replicas. Yet an idle
@@ -71,7 +71,7 @@ class Lost(BackendError, Unavailable):
 
 
 class Busy(BackendError, Unavailable):
-    """The engine accepts no further work at present."""
+    """The engine accepts no further requests at present."""
 
     message = "The engine takes no further work right now."
     code = "backend_busy"
@@ -94,7 +94,7 @@ class IdentityMismatch(BackendError, Unavailable):
 
 
 class DeadlineExceeded(BackendError, Unavailable):
-    """The engine did not answer in time."""
+    """The engine did not answer within the time limit."""
 
     message = "The engine did not answer in time."
     code = "backend_timeout"
@@ -108,7 +108,7 @@ class Cancelled(BackendError, Unavailable):
 
 
 class Unauthenticated(BackendError, Unavailable):
-    """The engine refused its node's token; its worker must register again."""
+    """The engine refused the token of its node. Its worker must register again."""
 
     message = "The engine refused its node's token; its worker must register again."
     code = "backend_unauthenticated"
@@ -116,14 +116,14 @@ class Unauthenticated(BackendError, Unavailable):
 
 
 class Unimplemented(BackendError, InvalidInput):
-    """The model's engine does not offer this kind of request."""
+    """The engine does not support the called method."""
 
     message = "The model's engine does not offer this kind of request."
     code = "unsupported_by_backend"
 
 
 class Rejected(BackendError, InvalidInput):
-    """The engine does not accept this input."""
+    """The engine does not accept the input of the request."""
 
     message = "The engine does not accept this input."
     code = "rejected_by_backend"
@@ -136,7 +136,7 @@ class ContextExceeded(Rejected):
 
 
 class BackendFailed(BackendError, Unavailable):
-    """The engine failed while it worked on the request."""
+    """The engine failed while it processed the request."""
 
     message = "The engine failed while it worked on the request."
     code = "backend_failed"
@@ -155,7 +155,7 @@ _ERROR_BY_STATUS: dict[grpc.StatusCode, type[BackendError]] = {
 
 
 def translate_status(status: grpc.StatusCode, details: str) -> BackendError:
-    """Return the error for a final gRPC status.
+    """Return the error for the final gRPC status of a call.
 
     `details` is the status message of the engine or of the transport.
     """

@@ -1,6 +1,6 @@
-"""One HTTP/2 connection to an engine (RFC 9113), as far as `stream_client.py` needs it.
+"""A client's HTTP/2 connection to an engine (RFC 9113), as far as `stream_client.py` needs it.
 
-The engine is not trusted: frames, header blocks, windows and unread answers are limited, and a breach of
+The engine is not trusted: frames, header blocks, windows and unread answers are limited, and a violation of
 HTTP/2's rules ends the connection.
 """
 
@@ -15,24 +15,24 @@ from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 from localai_cluster.kit import clock
 
 STREAM_WINDOW = 65_535
-"""Bytes of a stream that the engine may send before they are read; HTTP/2's initial value."""
+"""Flow-control window of a stream in bytes; HTTP/2's initial value."""
 CONNECTION_WINDOW = 1024 * 1024
-"""Bytes of all streams that may be on the way. They are granted again on arrival.
+"""Flow-control window of the connection in bytes, extended when data arrives.
 
-The windows of the streams bound the unread bytes.
+The windows of the streams limit the unread bytes.
 """
 MAX_FRAME_BYTES = 16_384
 MAX_HEADER_BYTES = 65_536
-"""Maximum bytes of a header block, compressed and decompressed."""
+"""Maximum bytes of a header block, both compressed and decompressed."""
 MAX_CONTINUATION_FRAMES = 16
 MAX_FRAMES_PER_TURN = 64
-"""Maximum frames of request bodies that are sent in one turn of the event loop."""
+"""Maximum number of frames with request bodies that are sent in one turn of the event loop."""
 MAX_UNREAD_ANSWERS = 1000
-"""Maximum number of answers to PING and SETTINGS that wait for the engine to read."""
+"""Maximum number of our answers to PING and SETTINGS that the engine has not read."""
 IDLE_SECONDS = 1800.0
-"""Seconds without a stream after which a connection is not used again, as in gRPC."""
+"""Seconds without a stream after which a connection is closed instead of used again, as in gRPC."""
 CLOSE_SECONDS = 1.0
-"""Seconds to send the last bytes of a connection that this side closes."""
+"""Seconds in which the last bytes must be sent when this side closes a connection."""
 MAX_UINT31 = 2**31 - 1
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
@@ -56,11 +56,11 @@ _FRAME_STRUCT, _NUMBER_STRUCT, _SETTING_STRUCT = (
 )
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _EMPTY_TABLE_INSTRUCTION = b"\x20"
-"""HPACK instruction that empties the dynamic table, which our header blocks do not use."""
+"""HPACK instruction that empties the dynamic table. Our header blocks do not use the table."""
 
 
 class Http2Error(Exception):
-    """The engine broke a rule of HTTP/2; `code` is the error code of the GOAWAY frame."""
+    """The engine violated a rule of HTTP/2; `code` is the error code for the GOAWAY frame."""
 
     def __init__(self, text: str, code: int = PROTOCOL_ERROR) -> None:
         super().__init__(text)
@@ -68,7 +68,7 @@ class Http2Error(Exception):
 
 
 class Stream(ABC):
-    """One request and its response. The connection sends `body` as the engine's windows allow."""
+    """One request and its response. The connection sends `body` as far as the engine's windows allow."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
@@ -78,19 +78,19 @@ class Stream(ABC):
 
     @abstractmethod
     def add_headers(self, headers: Mapping[str, str], *, is_last: bool) -> None:
-        """Process a block of headers. The block with `is_last` ends the stream."""
+        """Process a header block of the response. The one with `is_last` ends the stream."""
 
     @abstractmethod
     def add_data(self, data: bytes) -> None:
-        """Process a piece of the response's body."""
+        """Process a piece of the response body."""
 
     @abstractmethod
     def move(self) -> None:
-        """Restart on another connection, because the engine has not processed the stream."""
+        """Restart the request on another connection, because the engine has not processed it."""
 
     @abstractmethod
     def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:
-        """End the stream, and call `Connection.remove`.
+        """End the stream without a gRPC status, and call `Connection.remove`.
 
         The cause is RST_STREAM with the code `reset`, or the loss of the connection (`is_lost`), or an error
         of the engine.
@@ -98,25 +98,25 @@ class Stream(ABC):
 
 
 class Owner(Protocol):
-    """The channel that owns a connection."""
+    """Interface of the channel that owns connections."""
 
     def dispatch(self) -> None:
-        """Open a waiting stream, because the connection has capacity for one more."""
+        """Open a stream for a waiting call, because the connection has capacity."""
 
     def retire(self, connection: "Connection") -> None:
-        """Open no further streams on this connection."""
+        """Stop opening streams on this connection."""
 
     def forget(self, connection: "Connection") -> None:
-        """Remove a connection that has ended."""
+        """Forget a connection that has ended."""
 
 
 def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Encode headers as literals without a table, so that the bytes are valid on any connection."""
+    """Encode headers without HPACK's table, so that the bytes are valid on any connection."""
     return Encoder().encode([NeverIndexedHeaderTuple(name, value) for name, value in headers])
 
 
 def encode_short_header(name: str, value: str) -> bytes:
-    """Encode one header as `encode_headers` does, ten times as fast; name and value need less than 127 bytes."""
+    """Encode one header, ten times as fast as `encode_headers`. Name and value need less than 127 bytes."""
     return b"\x10%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
 
 
@@ -131,7 +131,7 @@ def _strip_padding(payload: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. It accepts streams between the engine's first SETTINGS and GOAWAY."""
+    """One HTTP/2 connection. It accepts streams after the engine's first SETTINGS, until GOAWAY."""
 
     def __init__(self, owner: Owner) -> None:
         self.ready = asyncio.Event()
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         }
 
     def close_if_stale(self) -> None:
-        """Close the connection after `IDLE_SECONDS` without a stream.
+        """Close the connection if it had no stream for `IDLE_SECONDS`.
 
         A device on the network path may have dropped it.
         """
@@ -166,11 +166,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_capacity(self) -> bool:
-        """True if one more stream may be opened now."""
+        """True if one more stream may be opened."""
         return len(self._streams) < self._stream_limit and not (self._is_retired or self.failure)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the preface: no pushes, and a larger window for the whole connection."""
+        """Send the HTTP/2 preface and settings: no pushes, and a larger window for the whole connection."""
         self._transport = cast(asyncio.Transport, transport)
         settings = _SETTING_STRUCT.pack(_ENABLE_PUSH, 0) + _SETTING_STRUCT.pack(
             _MAX_HEADER_LIST, MAX_HEADER_BYTES
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         self._end(f"Socket closed: {error}" if error else "Socket closed", is_lost=True)
 
     def close(self, code: int = 0, reason: str = "Socket closed") -> None:
-        """Close the connection, even if the engine does not read."""
+        """Send GOAWAY and close the connection, even if the engine does not read."""
         if self._transport is not None and not self.failure:
             self._write(_encode_frame(_GOAWAY, 0, 0, _NUMBER_STRUCT.pack(0) + _NUMBER_STRUCT.pack(code)))
             self._flush()
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
         self._send_bodies()
 
     def data_received(self, data: bytes) -> None:
-        """Handle each complete frame. A protocol error of the engine ends the connection."""
+        """Process each complete frame. A protocol error of the engine ends the connection."""
         try:
             self._partial = self._read_frames(self._partial + data if self._partial else data)
         except Http2Error as error:
@@ -236,7 +236,7 @@ class Connection(asyncio.Protocol):
         return b"" if self.failure else data[position:]
 
     def _check_place(self, kind: int, stream_id: int) -> None:
-        """Raise Http2Error if this frame is not allowed at present or on this stream."""
+        """Raise Http2Error if a frame of this kind is not allowed now, or not on this stream."""
         if self._block_stream and (kind != _CONTINUATION or stream_id != self._block_stream):
             raise Http2Error("a frame interrupts a header block")
         if kind in (_SETTINGS, _PING, _GOAWAY) or (kind == _WINDOW and not stream_id):
@@ -361,7 +361,7 @@ class Connection(asyncio.Protocol):
         raise Http2Error("pushes were forbidden")
 
     def open(self, stream: Stream, headers: bytes, body: bytes) -> None:
-        """Open a stream and send its request, as far as the engine's windows allow."""
+        """Open a stream and send its request as far as the engine's windows allow."""
         stream.connection, stream.id, stream.body = self, self._next_id, memoryview(body)
         stream.send_window = self._initial_window
         self._streams[stream.id] = stream
@@ -387,14 +387,14 @@ class Connection(asyncio.Protocol):
             self._write(_encode_frame(_DATA, 0 if stream.body else _END_STREAM, stream.id, piece))
 
     def grant(self, stream: Stream) -> None:
-        """Extend the stream's window by the bytes that the reader has consumed."""
+        """Extend the stream's window by the bytes that its reader has consumed."""
         taken = STREAM_WINDOW - stream.window
         if taken * 2 > STREAM_WINDOW:
             stream.window += taken
             self._write(_encode_frame(_WINDOW, 0, stream.id, _NUMBER_STRUCT.pack(taken)))
 
     def remove(self, stream: Stream, *, is_reset: bool) -> None:
-        """Remove a stream that has ended; with `is_reset`, cancel it at the engine."""
+        """Remove a stream that has ended. With `is_reset`, also cancel it at the engine."""
         del self._streams[stream.id]
         if is_reset or stream.body:
             self._write(_encode_frame(_RST_STREAM, 0, stream.id, _NUMBER_STRUCT.pack(CANCEL)))
@@ -408,7 +408,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _write(self, frame: bytes) -> None:
-        """Queue a frame; all frames of one turn of the event loop are sent together."""
+        """Queue a frame. All frames of one turn of the event loop are sent together."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self._flush)
         self._frames.append(frame)

@@ -1,4 +1,4 @@
-"""Calls that serve text over our own HTTP/2 (`docs/decisions/0026-streams-over-http2.md`).
+"""gRPC calls for text over our own HTTP/2 (`docs/decisions/0026-streams-over-http2.md`).
 
 `grpc.aio` wakes its reader once per message; here a reader takes all messages that have arrived in one turn
 of the event loop. A `StreamCall` has the part of `grpc.aio.UnaryStreamCall` that `client.Replies` uses and
@@ -28,10 +28,10 @@ from localai_cluster.rpc import http2
 SERVICE_PATH = "/backend.Backend/"
 MAX_MESSAGE_BYTES = 50 * 1024 * 1024
 CONNECT_TIMEOUT_SECONDS = 20.0
-"""Seconds until the engine's SETTINGS must have arrived on a new connection, as in gRPC."""
+"""Seconds in which the engine's SETTINGS must arrive on a new connection, as in gRPC."""
 _MESSAGE_PREFIX_STRUCT = struct.Struct(">BI")
 _MAX_TIMEOUT = 10**8 - 1
-"""Maximum value of `grpc-timeout`, which has at most eight digits."""
+"""Maximum number in `grpc-timeout`, which has at most eight digits."""
 _STATUS_BY_CODE = {str(status.value[0]): status for status in StatusCode}
 _STATUS_BY_HTTP_STATUS = {
     **{"400": StatusCode.INTERNAL, "401": StatusCode.UNAUTHENTICATED, "403": StatusCode.PERMISSION_DENIED},
@@ -50,7 +50,10 @@ Parse = Callable[[bytes], Response]
 
 
 class StreamCall(http2.Stream, Generic[Response]):
-    """One call of `method`. Awaiting its first message starts it; a status or `cancel` ends it."""
+    """A call whose reply is a stream of messages.
+
+    The call starts when its first message is awaited. A status or `cancel` ends it.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         return self
 
     async def __anext__(self) -> Response:
-        """Return the next message; wait only if no message has arrived."""
+        """Return the next message. Wait only if none has arrived."""
         while True:
             buffer, begin = self._buffer, self._begin + _MESSAGE_PREFIX_STRUCT.size
             if len(buffer) >= begin:
@@ -115,7 +118,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         raise grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     async def _wait(self) -> None:
-        """Wait for data or the end. Extend the flow-control window by the bytes that were read."""
+        """Wait for data or the end of the call. Extend the flow-control window by the bytes read."""
         del self._buffer[: self._begin]
         self._begin = 0
         if not self._has_begun:
@@ -142,7 +145,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self._channel.submit(self)
 
     def open(self, connection: http2.Connection, headers: bytes) -> None:
-        """Send the request on a connection; `headers` are the encoded headers common to all calls."""
+        """Send the request on a connection. `headers` are the encoded headers that all calls share."""
         if self._timeout is not None:
             limit = max(math.ceil(self._timeout * 1000), 1)
             is_short = limit <= _MAX_TIMEOUT
@@ -151,21 +154,21 @@ class StreamCall(http2.Stream, Generic[Response]):
         connection.open(self, headers, self._request)
 
     def move(self) -> None:
-        """Restart on another connection, but only once, and only if no response has begun."""
+        """Restart on another connection, at most once, and only if no response has begun."""
         if self._has_moved or self._has_headers:
             return self.finish(StatusCode.UNAVAILABLE, "GOAWAY received")
         self._has_moved = True
         self._channel.submit(self)
 
     def add_data(self, data: bytes) -> None:
-        """Add a piece of the response and wake the reader."""
+        """Store a piece of the response and wake the reader."""
         if not self._has_headers:
             return self._abort(StatusCode.INTERNAL, "the engine sent data before headers")
         self._buffer += data
         self._wake()
 
     def add_headers(self, headers: Mapping[str, str], *, is_last: bool) -> None:
-        """Check the headers of the response, or end the call with its trailers."""
+        """Check the headers of the response. Trailers end the call."""
         status = headers.get(":status", "200" if self._has_headers else "")
         if is_last:
             self._trailers = headers
@@ -178,7 +181,7 @@ class StreamCall(http2.Stream, Generic[Response]):
             self._abort(*_final_status(headers, status))
 
     def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:
-        """End the call with the status that gRPC defines for such an end."""
+        """End the call with the status that gRPC defines for this cause."""
         status = StatusCode.UNAVAILABLE if is_lost else StatusCode.INTERNAL
         if reset is not None:
             status = _STATUS_BY_RESET_CODE.get(reset, status)
@@ -188,7 +191,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self.finish(status, reason)
 
     def finish(self, status: StatusCode, details: str, *, is_reset: bool = False) -> None:
-        """End the call after the reader has read all received data. Only the first end has an effect."""
+        """Set the final status. The reader gets it after all received data; a second status has no effect."""
         if self._status is not None:
             return
         self._status = status, details
@@ -201,7 +204,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self._wake()
 
     def _abort(self, status: StatusCode, details: str) -> None:
-        """End the call at once and reset its stream."""
+        """End the call at once: drop received data and reset the stream."""
         if self._status is None:
             self.finish(status, details, is_reset=True)
             self._buffer.clear()
@@ -214,7 +217,7 @@ class StreamCall(http2.Stream, Generic[Response]):
             self._abort(StatusCode.CANCELLED, "")
 
     async def trailing_metadata(self) -> Mapping[str, str]:
-        """Return the trailers; empty before the end."""
+        """Return the trailers of the response, empty before the end of the call."""
         return self._trailers
 
     def _wake(self) -> None:
@@ -223,7 +226,7 @@ class StreamCall(http2.Stream, Generic[Response]):
 
 
 class WholeCall(StreamCall[Response]):
-    """A call with one response message, which is returned once the final status has arrived."""
+    """A call with one reply message, which is returned when the final status has arrived."""
 
     def __await__(self) -> Generator[Any, None, Response]:
         return self._receive().__await__()
@@ -250,7 +253,7 @@ def _final_status(headers: Mapping[str, str], http_status: str) -> tuple[StatusC
 
 
 class StreamChannel:
-    """The connections and calls of one engine. It connects when a call needs it, without back-off."""
+    """Connections and calls of one engine. It connects when a call needs it, without back-off."""
 
     def __init__(self, address: Address, metadata: Iterable[tuple[str, str]]) -> None:
         self._address = address
@@ -271,17 +274,18 @@ class StreamChannel:
     def stream(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
     ) -> StreamCall[Response]:
-        """Return a call with this request; its `timeout` in seconds starts with the first read."""
+        """Return a call of `method` with streamed replies; its `timeout` in seconds starts at the first
+        read."""
         return StreamCall(self, method, parse, request, timeout)
 
     def whole(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
     ) -> WholeCall[Response]:
-        """Return a call with this request and one response message."""
+        """Return a call of `method` with one reply."""
         return WholeCall(self, method, parse, request, timeout)
 
     def submit(self, call: StreamCall[Any]) -> None:
-        """Open a stream for the call as soon as the connection has capacity."""
+        """Queue a call until the connection has capacity for its stream."""
         if self._idle is not None and call not in self._calls:
             return call.cancel()
         if self._connection is not None:
@@ -298,7 +302,7 @@ class StreamChannel:
             self._idle.set()
 
     def dispatch(self) -> None:
-        """Open streams for waiting calls, up to the engine's limit; connect if necessary."""
+        """Open streams for queued calls, up to the engine's limit. Connect if necessary."""
         connection = self._connection
         while connection is not None and self._queue and connection.has_capacity:
             call = self._queue.popitem(last=False)[0]
@@ -337,21 +341,21 @@ class StreamChannel:
             call.finish(StatusCode.UNAVAILABLE, f"failed to connect to {self._address}: {reason}")
 
     def retire(self, connection: http2.Connection) -> None:
-        """Connect anew for the next call; calls that wait for capacity move to the new connection."""
+        """Use a new connection from now on; queued calls move to it."""
         if connection is self._connection:
             self._connection = None
             for call in list(self._queue):
                 call.move()
 
     def forget(self, connection: http2.Connection) -> None:
-        """Remove a connection that has ended. Calls that waited for capacity on it were never sent."""
+        """Forget a connection that has ended; fail queued calls, which were never sent."""
         self._connections.discard(connection)
         if connection is self._connection:
             self._connection = None
             self._refuse_queue(connection.failure)
 
     async def close(self, grace: float | None) -> None:
-        """Close all connections; cancel calls that still run after `grace` seconds."""
+        """Close all connections. Cancel calls that still run after `grace` seconds."""
         self._idle = asyncio.Event()
         if not self._calls:
             self._idle.set()

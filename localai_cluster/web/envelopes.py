@@ -26,23 +26,23 @@ Body = dict[str, Any]
 
 
 class FlatView(APIView):
-    """Base of routes with flat errors."""
+    """Base of REST views whose errors are in the flat envelope."""
 
     envelope = "flat"
 
 
 def nested_error(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:
-    """Return the nested envelope; `field` is the wrong field of the request, if any."""
+    """Return the nested error envelope; `field` is the wrong field of the request, if any."""
     return {"error": {"code": code, "message": message, "type": kind} | ({"field": field} if field else {})}
 
 
 def flat_error(message: str, field: str | None = None) -> Body:
-    """Return the flat envelope; `field` is the wrong field of the body, if any."""
+    """Return the flat error envelope; `field` is the wrong field of the body, if any."""
     return {"error": message} | ({"field": field} if field else {})
 
 
 def flat_refusal(error: errors.ClusterError) -> Body:
-    """Return the body of a worker's 401 in the flat envelope. `rotate` requests a new secret."""
+    """Return the body of a 401 for a worker, in the flat envelope. `rotate` requests a new secret."""
     return flat_error(error.message) | ({"rotate": True} if error.data.get("rotate") else {})
 
 
@@ -58,7 +58,7 @@ def field_message(detail: Any, path: str = "") -> str:
 
 
 def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | None:
-    """Return the response for a view's exception (DRF's hook); for None, Django responds with 500."""
+    """Return the response for an exception in a view (DRF's hook). For None, Django responds with 500."""
     error = translate_error(exc)
     if error is None:
         return None
@@ -72,7 +72,7 @@ def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | 
 
 
 def translate_error(exc: Exception) -> errors.ClusterError | None:
-    """Return the ClusterError for an exception of a view; None for an unexpected exception."""
+    """Return the ClusterError for an exception in a view, None for an unexpected exception."""
     if isinstance(exc, errors.ClusterError):
         return exc
     if isinstance(exc, exceptions.APIException):
@@ -108,7 +108,7 @@ _ERROR_FACTORY_BY_TYPE: tuple[tuple[type[Exception], Callable[[], errors.Cluster
 
 
 def _first_field(detail: Any) -> str | None:
-    """Return the field that `field_message` names; None if the error concerns the whole body."""
+    """Return the field that `field_message` names, None if the error concerns the whole body."""
     key = next(iter(detail), None) if isinstance(detail, Mapping) else None
     return None if key in (None, "non_field_errors") else names.to_single_line(str(key))
 
@@ -120,7 +120,7 @@ def _make_error(status: int, message: str) -> errors.ClusterError:
 
 
 def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
-    """Return the headers of an error response: the authentication challenge, or Retry-After."""
+    """Return the headers of an error response: a challenge for 401, or Retry-After."""
     if error.status == 401:
         return {"WWW-Authenticate": "Bearer"}
     if (seconds := getattr(error, "retry_after", None)) is not None:
@@ -129,12 +129,12 @@ def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
 
 
 def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
-    """Return the nested envelope for an error."""
+    """Return the nested error envelope for an error."""
     return nested_error(error.status, error.message, kind)
 
 
 def body_of(error: errors.ClusterError, view: Any) -> Body:
-    """Return the body of an error response, in the envelope that the view declares."""
+    """Return the body of an error response in the envelope that the view declares."""
     is_auth_error = error.status in (401, 403)
     if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
         return flat_refusal(error)
@@ -153,20 +153,20 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
 
 
 _FLAT_KEYS = ("code", "meta_alternative", "last_replicas", "revision", "line", "column", "refusals")
-"""Keys of an error's data that the flat envelope includes."""
+"""Keys of an error's data that the flat envelope contains."""
 _ERROR_TYPE_BY_STATUS = {401: "invalid_request_error", 403: "authorization_error"}
 
 
 def not_found(request: HttpRequest, exception: Exception) -> JsonResponse:
-    """Return the 404 of Django's `handler404`."""
+    """Return a 404 in the nested envelope (Django's `handler404`)."""
     return JsonResponse(nested_error(404, "resource not found"), status=404)
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> JsonResponse:
-    """Return the 400 of Django's `handler400`."""
+    """Return a 400 in the nested envelope (Django's `handler400`)."""
     return JsonResponse(nested_error(400, "bad request"), status=400)
 
 
 def server_error(request: HttpRequest) -> JsonResponse:
-    """Return the 500 of Django's `handler500`; the log has the cause under the request id."""
+    """Return a 500 in the nested envelope (Django's `handler500`). The log has the cause by request id."""
     return JsonResponse(nested_error(500, "internal error"), status=500)

@@ -18,16 +18,16 @@ Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
 View = TypeVar("View")
 VIEW_DESCRIPTIONS: list[tuple[Any, Callable[[Any], dict[str, Any]]]] = []
-"""Views, and functions that return the arguments for drf-spectacular's `extend_schema` for a view's class.
+"""Views, each with a function that returns arguments of `extend_schema` for the view's class.
 
 `describe_views` applies them when the document is generated for the first time.
 """
 OPERATION_NAMES: list[tuple[Any, dict[str, str]]] = []
-"""View classes, and the operation ids of methods that the class inherits."""
+"""View classes with the operation ids of their inherited methods, by HTTP method."""
 
 
 def extend_schema(**description: Any) -> Callable[[View], View]:
-    """Describe a view for the API document, with the arguments of drf-spectacular's decorator."""
+    """Describe a view for the API document. The arguments are those of drf-spectacular's decorator."""
     return _describe_by(lambda view_class: description)
 
 
@@ -92,7 +92,7 @@ def _describe_by(arguments: Callable[[Any], dict[str, Any]]) -> Callable[[View],
 
 
 def name_operations(**ids: str) -> Callable[[View], View]:
-    """Set the operation ids of methods that a view class inherits, by HTTP method."""
+    """Set the operation ids of a view class's inherited methods, by HTTP method."""
 
     def note(view: View) -> View:
         OPERATION_NAMES.append((view, ids))
@@ -180,7 +180,7 @@ class FlatRefusalSerializer(serializers.Serializer[Any]):
 
 
 def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    """Return error responses in the nested envelope, and the 503 of a database that is away."""
+    """Return the error responses of a route in the nested envelope. A 503 for the database is included."""
     return {
         status: OpenApiResponse(RefusalSerializer, _MEANING_BY_STATUS[status], [_refusal_example(status)])
         for status in (*statuses, 503)
@@ -188,7 +188,7 @@ def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
 
 
 def flat_refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    """Return error responses in the flat envelope; 401 and 403 are nested on every route."""
+    """Return the error responses of a route in the flat envelope. 401 and 403 are nested on every route."""
     flat = {
         status: OpenApiResponse(FlatRefusalSerializer, _MEANING_BY_STATUS[status])
         for status in (*statuses, 503)
@@ -203,27 +203,27 @@ def _refusal_example(status: int) -> OpenApiExample:
 
 
 def request_example(value: Any, name: str = "request") -> OpenApiExample:
-    """Return the example of a request's body."""
+    """Return an example of a request body."""
     return OpenApiExample(name, value, request_only=True)
 
 
 def response_example(value: Any, status: str = "200", name: str = "") -> OpenApiExample:
-    """Return the example of a response's body."""
+    """Return an example of a response body."""
     return OpenApiExample(name or f"answer {status}", value, response_only=True, status_codes=[status])
 
 
 def json_body(schema: Operation, example: Any = None) -> Operation:
-    """Return a JSON media type with an optional example."""
+    """Return a JSON media type with this schema and an optional example."""
     return {"application/json": {"schema": schema} | ({"example": example} if example is not None else {})}
 
 
 def schema_of(body: type[msgspec.Struct]) -> Operation:
-    """Return the schema of a raw route's body, in the dialect of OpenAPI 3.0, with its components inlined."""
+    """Return the OpenAPI 3.0 schema of a raw route's request body, with its components inlined."""
     return _to_openapi_3_0(*_schema_components(body))
 
 
 def response_schema_of(body: type[wire.ResponseBody]) -> Operation:
-    """Return the schema of a raw route's response. Only a field that admits `UNSET` is optional."""
+    """Return the schema of a raw route's response. Only fields that admit `UNSET` are optional."""
     schema, components = _schema_components(body)
     for component in (schema, *components.values()):
         component["required"] = [
@@ -244,7 +244,7 @@ def _schema_components(body: type[msgspec.Struct]) -> tuple[Operation, dict[str,
 
 
 def _to_openapi_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation:
-    """Return a part of a schema in OpenAPI 3.0: references inlined, null neither a type nor a default."""
+    """Convert a part of a JSON schema to OpenAPI 3.0: inline references, replace the null type."""
     if "$ref" in schema:
         described = {name: value for name, value in schema.items() if name != "$ref"}
         return {**_to_openapi_3_0(components[schema["$ref"].rpartition("/")[2]], components), **described}
@@ -262,7 +262,7 @@ def _to_openapi_3_0(schema: Operation, components: Mapping[str, Operation]) -> O
 
 
 def _without_alternatives(schema: Operation, components: Mapping[str, Operation]) -> Operation:
-    """Return a part of a schema in which the alternatives are merged or removed."""
+    """Return a part of a schema without the keywords that OpenAPI 3.0 lacks, its inner parts converted."""
     result = {
         name: value for name, value in schema.items() if name not in ("anyOf", "discriminator", "title")
     }

@@ -1,4 +1,4 @@
-"""Base of our websockets: authorization at the handshake and later, and the topics of a socket.
+"""Base of our websockets: authorization at the handshake and later, and topics of messages.
 
 The surrounding application sets the caller as `scope["principal"]`, and a call of
 `scope["current_principal"]` reads the caller again. Only admins are admitted. An open socket checks its
@@ -27,24 +27,24 @@ log = logging.getLogger(__name__)
 
 Scope = Mapping[str, Any]
 Topic = Callable[[Scope], AsyncGenerator[str, None]]
-"""Function that returns a generator of encoded messages for the client of a scope.
+"""Function that returns a generator of encoded messages for one client.
 
 The socket closes the generator when it closes.
 """
 
 UNAUTHENTICATED_CODE, NOT_ALLOWED_CODE, NOT_FOUND_CODE, FAILED_CODE = 4401, 4403, 4404, 1011
 CHECK_SECONDS = 15.0
-"""Seconds between two checks of an open socket's principal, in case a wake-up is lost."""
+"""Seconds between two checks of an open socket's principal, in case a notification is lost."""
 
 MAX_REASON_LENGTH = 120
-"""Maximum bytes of the reason in a close frame."""
+"""Maximum bytes of the reason in a websocket's close frame."""
 
 _open_sockets: set["LiveSocket"] = set()
 """The open sockets of this process."""
 
 
 class TopicEnded(Exception):
-    """A topic has ended. The socket closes with this code and reason."""
+    """A topic has ended; the socket closes with this code and reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -53,7 +53,7 @@ class TopicEnded(Exception):
 
 
 def recheck_sockets(access_name: str = "") -> None:
-    """Make the open sockets with this access name check their principal at once; "" means all sockets."""
+    """Make open sockets with this access name check their principal at once; "" means all sockets."""
     for socket in tuple(_open_sockets):
         scope: Scope = socket.scope
         if not access_name or access_name in scope.get("access_names", ()):
@@ -61,7 +61,7 @@ def recheck_sockets(access_name: str = "") -> None:
 
 
 class LiveSocket(AsyncWebsocketConsumer):
-    """The socket of one client that receives `topics`.
+    """A websocket that sends the messages of `topics` to one client.
 
     `admit` may raise an error, such as NotFound, before the handshake is accepted. The message of `greeting`
     is sent first. With `explains` the handshake of a refused page of ours is accepted before the close,
@@ -85,7 +85,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         self.recheck_requested = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Serve the connection; its tasks end with it."""
+        """Serve the connection until it ends, then end its tasks."""
         try:
             return await super().__call__(scope, receive, send)
         finally:
@@ -160,7 +160,7 @@ class LiveSocket(AsyncWebsocketConsumer):
                     return  # the client has disconnected; the connection then ends this socket
 
     async def _check_principal(self) -> None:
-        """Close the socket if its client has lost access: signed out, deactivated, key revoked."""
+        """Close the socket when its client loses access: signed out, deactivated, or key revoked."""
         scope: Scope = self.scope
         while True:
             with contextlib.suppress(TimeoutError):
@@ -179,7 +179,7 @@ class LiveSocket(AsyncWebsocketConsumer):
 
 
 class NoSuchSocket(AsyncWebsocketConsumer):
-    """Socket of all other paths; it refuses every handshake."""
+    """The websocket of unknown paths, which refuses every handshake."""
 
     async def connect(self) -> None:
         """Refuse the handshake."""
@@ -200,7 +200,7 @@ def close_code_of(scope: Scope) -> int:
 
 
 def origin_of(scope: Scope) -> str | None:
-    """Return the Origin header of the page that opened the socket; None for programs, which send none."""
+    """Return the Origin header of the page that opened the socket, None for a program, which sends none."""
     return _header(scope, b"origin")
 
 
@@ -220,7 +220,7 @@ def same_origin(scope: Scope) -> bool:
 
 
 def _is_trusted_origin(origin: str) -> bool:
-    """Return True for a trusted origin of Django's CSRF settings: a proxy may replace the Host header."""
+    """Return True for a trusted origin of Django's CSRF settings. Behind a proxy the Host may differ."""
     scheme, _, host = origin.lower().partition("://")
     trusted = (entry.partition("://") for entry in settings.CSRF_TRUSTED_ORIGINS)
     return any(
@@ -237,12 +237,12 @@ def _header(scope: Scope, header_name: bytes) -> str | None:
 
 
 def query_text(scope: Scope, name: str) -> str:
-    """Return a query parameter, "" if it is missing."""
+    """Return a text from the query string, "" if it is missing."""
     query: bytes = scope.get("query_string", b"")
     return parse_qs(query.decode("latin-1")).get(name, [""])[0]
 
 
 def query_number(scope: Scope, name: str) -> int | None:
-    """Return a sequence number from the query; None if it is missing or invalid."""
+    """Return a number from the query string, None if it is missing or invalid."""
     text = query_text(scope, name)
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

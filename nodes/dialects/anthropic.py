@@ -47,10 +47,11 @@ from nodes.gateway.generation import (
 )
 
 _CLIENT_FIELD_NAMES = {"response_format": "output_config"}
+"""Names of Anthropic's fields, by the names of the equal fields in OpenAI's chat."""
 
 
 class ClientTool(msgspec.Struct, frozen=True):
-    """A tool of the client's own; `input_schema` is a JSON schema."""
+    """A tool that the client runs; `input_schema` is the JSON schema of its arguments."""
 
     name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
     input_schema: dict[str, Any]
@@ -68,7 +69,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """JSON of a schema."""
+    """The requested format of the answer: JSON that matches `schema`."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -131,7 +132,7 @@ class AnthropicErrorBody(ResponseBody, kw_only=True):
 
 
 class CountBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request to count tokens."""
+    """The body of a request that counts the tokens of a conversation."""
 
     model: Text
     messages: Messages
@@ -147,7 +148,7 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def conversation(self) -> Conversation:
-        """Return the conversation for the engine; raises InvalidInput with the name of the wrong field."""
+        """Return the conversation for the engine. Raise InvalidInput with the name of the wrong field."""
         tools, choice = list(_client_tools(self.tools or ())), self.tool_choice
         tools_json, choice_json = check_tools(tools, _convert_tool_choice(choice), "input_schema")
         is_single_call = choice is not None and choice.disable_parallel_tool_use
@@ -161,7 +162,7 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MessagesBody(CountBody, kw_only=True, frozen=True):
-    """The body of a request. Other fields of Anthropic's are ignored, or refused by name."""
+    """The body of a request for a message. Other fields of Anthropic's API are ignored or refused by name."""
 
     max_tokens: PositiveInt
     stream: bool | None = None
@@ -179,7 +180,7 @@ UNSUPPORTED_FIELDS = {
 
 
 def parse_request(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a request for a message; raise InvalidInput for the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(drop_unknown_blocks(fields), MessagesBody)
     return Generation(
@@ -224,6 +225,7 @@ def _output_schema_json(config: OutputConfig | None) -> str:
 
 
 _STOP_REASON_BY_FINISH = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""Anthropic's stop reasons by the finish reason of a choice; the default is `end_turn`."""
 _ERROR_TYPE_BY_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -249,7 +251,7 @@ def render_error(error: ClusterError) -> Answer:
 
 
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """Return the response body."""
+    """Return the body of a complete response."""
     content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
     last = next((delta for delta in deltas if delta.finish), TextDelta(0, finish="stop"))
     message = _empty_message(head, total_usage(deltas, 1)) | {"content": content} | _render_end(last)
@@ -257,7 +259,7 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
 
 
 def _empty_message(head: Head, usage: Usage) -> dict[str, Any]:
-    """Return the fields of a message that has no content yet."""
+    """Return the fields of a message without content, with which a stream begins."""
     return {
         "id": f"msg_{head.id}",
         "type": "message",
@@ -271,7 +273,7 @@ def _empty_message(head: Head, usage: Usage) -> dict[str, Any]:
 
 
 def _render_end(last: TextDelta) -> dict[str, Any]:
-    """Return the reason why the response ended, and the stop sequence."""
+    """Return the fields `stop_reason` and `stop_sequence` of a complete message."""
     reason = "stop_sequence" if last.stop_word else _STOP_REASON_BY_FINISH.get(last.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": last.stop_word or None}
 
@@ -291,15 +293,17 @@ _CONTENT_FIELD_BY_KIND = {
     BlockKind.TEXT: "text",
     BlockKind.CALL: "partial_json",
 }
+"""Field of a stream event that holds the added text, by the kind of block."""
 _DELTA_TYPE_BY_KIND = {
     BlockKind.THOUGHT: "thinking_delta",
     BlockKind.TEXT: "text_delta",
     BlockKind.CALL: "input_json_delta",
 }
+"""Type of the stream event's delta, by the kind of block."""
 
 
 def _render_block(head: Head, block: Block, content: str) -> OutputBlock:
-    """Return the block with this content; with "" the empty block of its first event."""
+    """Return a block of a message with `content`. A stream sends the block with "" first."""
     if block.kind is BlockKind.THOUGHT:
         return ThinkingContent(content)
     if block.kind is BlockKind.TEXT:
@@ -314,7 +318,7 @@ def _render_event(kind: str, **content: Any) -> bytes:
 
 
 class MessageEvents:
-    """The stream of one response."""
+    """Renders one streamed message as Anthropic's server-sent events."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -322,7 +326,7 @@ class MessageEvents:
         self._has_started = False
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded events for these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
     def _render_delta(self, delta: TextDelta) -> list[bytes]:
@@ -349,7 +353,7 @@ class MessageEvents:
         return _render_event("content_block_delta", index=index, delta=delta)
 
     def render_failure(self, error: ClusterError, /) -> bytes:
-        """Return the event that ends a failed response."""
+        """Return the event that ends a stream after an error."""
         return b"event: error\ndata: " + wire.encode(_error_envelope(error)) + b"\n\n"
 
 

@@ -72,7 +72,10 @@ def render_transcript(
 
 
 def transcript_text(result: TranscriptResult) -> str:
-    """Return the complete text; for engines that report only segments, the joined segments."""
+    """Return the complete text of a transcript.
+
+    Some engines report only segments; then the texts of the segments are joined.
+    """
     return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
 
 
@@ -123,7 +126,7 @@ def _format_clock(nanoseconds: int, point: str) -> str:
 
 
 class _TranscriptChunks(Chunks):
-    """The stream of one transcript.
+    """Renders one streamed transcript as server-sent events.
 
     The last delta has the engine's complete text, if any, in `reasoning`.
     """
@@ -146,13 +149,15 @@ class _TranscriptChunks(Chunks):
 MAX_BODY_BYTES = 100 * 1024 * 1024
 """Limit on the bytes of a form with an audio file."""
 MAX_PROMPT_LENGTH = 16 * 1024
+"""Maximum number of characters of a transcription's prompt."""
 REPEATABLE_FIELD = "timestamp_granularities"
-"""The form field that may be repeated; clients append `[]` to its name."""
+"""Name of the form field that may occur several times. Clients append `[]` to the name."""
 _FILE_SUFFIX_PATTERN = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
+"""Accepted suffix of an uploaded file's name, without its dot."""
 
 
 class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The fields of the form beside its file."""
+    """The fields of a transcription form, without its file."""
 
     model: Text
     language: Annotated[str, msgspec.Meta(max_length=32)] | None = None
@@ -166,7 +171,7 @@ class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 async def transcribe(request: InferenceRequest) -> Answer | EventStream:
-    """Transcribe the file of one request."""
+    """Respond with the transcript of the audio file in the form."""
     upload, body = _parse_form(request)
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -213,7 +218,7 @@ def _parse_form(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
 async def _call_with_stored_audio(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncIterator[TranscriptRequest]:
-    """Yield the call while the audio file is on the worker of the picked replica."""
+    """Store the audio file on the worker of the picked replica. Yield the call with the file's path."""
     # The client's file name is untrusted; only its extension is useful to an engine.
     ending = _FILE_SUFFIX_PATTERN.search(upload.name.rpartition(".")[2])
     name = f"audio.{ending[0].lower()}" if ending else "audio"
@@ -236,7 +241,7 @@ async def _transcribe(
 async def _stream_transcript(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield pieces as they arrive, then the complete text if the engine reports one, otherwise ""."""
+    """Yield the transcript in pieces, then one delta with the engine's complete text, "" without one."""
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine, _call_with_stored_audio(request, upload, call_options) as call:
@@ -265,7 +270,7 @@ CONTENT_TYPES = {
     "aac": b"audio/aac",
     "pcm": b"audio/pcm",
 }
-"""Content types by the name of the format in requests."""
+"""Content types of audio by the format names that requests use."""
 UNKNOWN_CONTENT_TYPE = b"application/octet-stream"
 DEFAULT_SAMPLE_RATE = 16000
 """Sample rate in Hz of a stream whose engine reports none."""
@@ -273,7 +278,7 @@ _UNKNOWN_WAV_LENGTH = 0xFFFFFFFF
 
 
 def detect_format(head: bytes) -> str:
-    """Return the format of a file by its first bytes; "" for a format that is not in `CONTENT_TYPES`."""
+    """Return the format of a file that begins with these bytes; "" for an unknown format."""
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         return "wav"
     if head[:4] in (b"OggS", b"fLaC"):
@@ -315,12 +320,16 @@ MAX_INPUT_LENGTH = 64 * 1024
 """Limit on the input in characters."""
 UNSUPPORTED_FIELDS = {"stream_format": "`stream` sends sound as it is made"}
 _FORMAT_HEAD_BYTES = 16
+"""Number of bytes from which the format of an audio file is detected."""
 _VALID_SAMPLE_RATES = range(1000, 400_000)
 _ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request. `language`, `stream` and `backend` are LocalAI's; `backend` is ignored."""
+    """The body of a speech request.
+
+    `language`, `stream` and `backend` are fields of LocalAI's API; `backend` is ignored.
+    """
 
     model: Text
     input: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_INPUT_LENGTH)]
@@ -372,7 +381,7 @@ def speech_handler(has_node_header: bool) -> Callable[[InferenceRequest], Awaita
 
 
 def parse_request(fields: Mapping[str, Any]) -> SpeechBody:
-    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a speech request. Raise InvalidInput with the name of the first wrong field."""
     if fields.get("stream_format") != "audio":
         openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(fields, SpeechBody)
@@ -434,7 +443,7 @@ async def _stream_speech(
 
 
 def _sample_rate(reply: Reply) -> int:
-    """Return the sample rate in Hz that the reply reports; 0 if it reports none."""
+    """Return the sample rate in Hz that the engine's reply reports, 0 without a valid rate."""
     try:
         metadata = orjson.loads(reply.message)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""`POST /v1/images/generations`: images of a prompt, embedded in the response."""
+"""`POST /v1/images/generations`: generates images for a prompt; the response contains them in base64."""
 
 import asyncio
 import base64
@@ -26,9 +26,9 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Limit on the bytes of all images of a request, before base64."""
 MAX_PROMPT_LENGTH = 32 * 1024
 DEFAULT_SIDE, MIN_SIDE, MAX_SIDE = 512, 16, 4096
-"""Default, minimum and maximum of each side in pixels."""
+"""Default, minimum and maximum length of each side of an image in pixels."""
 DEFAULT_STEPS = 15
-"""The reference's default number of steps."""
+"""Default number of diffusion steps, as in LocalAI."""
 _MAX_SEED = 2**31 - 1
 UNSUPPORTED_FIELDS = {
     "file": "images to begin from are not accepted",
@@ -44,7 +44,10 @@ _StepCount = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 
 
 class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request; `step`, `negative_prompt`, `seed` and `clip_skip` are LocalAI's."""
+    """The body of a request for images.
+
+    `step`, `negative_prompt`, `seed` and `clip_skip` are fields of LocalAI's API.
+    """
 
     model: Text
     prompt: Annotated[
@@ -73,7 +76,7 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def pixels(self) -> tuple[int, int]:
-        """Width and height in pixels; raises InvalidInput."""
+        """Width and height in pixels. Raise InvalidInput if a side is too short or too long."""
         if self.size in (None, "auto"):
             return DEFAULT_SIDE, DEFAULT_SIDE
         width, height = (int(side) for side in str(self.size).split("x"))
@@ -93,7 +96,7 @@ class ImagesResponse(ResponseBody):
 
 
 async def generate(request: InferenceRequest) -> Answer:
-    """Generate the images of one request."""
+    """Respond with the images for one prompt."""
     body = parse_request(wire.parse_json_object(request.body))
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -106,7 +109,7 @@ async def generate(request: InferenceRequest) -> Answer:
 
 
 def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
-    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a request for images. Raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     if fields.get("response_format") == "url":
         raise InvalidInput(
@@ -120,7 +123,7 @@ def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
 def _engine_calls(
     body: ImagesBody, model: str, defaults: Mapping[str, float | int]
 ) -> list[GenerateImageRequest]:
-    """Return one call for each image; their seeds are consecutive numbers."""
+    """Return one call to the engine for each image. The seeds are consecutive numbers."""
     width, height = body.pixels
     positive, _, negative = body.prompt.partition("|")
     base_seed = defaults.get("seed") if body.seed is None else body.seed
@@ -162,6 +165,6 @@ async def _draw_images(request: InferenceRequest, calls: Sequence[GenerateImageR
 
 
 def render_response(identifier: str, created: int, images: Sequence[bytes]) -> bytes:
-    """Return the response body."""
+    """Return the body of a response with these images."""
     data = [ImageBody(b64_json=base64.b64encode(image).decode()) for image in images]
     return msgspec.json.encode(ImagesResponse(id=identifier, created=created, data=data))

@@ -1,4 +1,4 @@
-"""Conversion of an Ollama Modelfile, or of such fields in a request, to settings of a definition. Pure."""
+"""Conversion between Ollama's Modelfile, or equal fields of a request, and settings of a definition. Pure."""
 
 import math
 import re
@@ -14,7 +14,7 @@ MAX_LINES = 10_000
 
 
 class NotSupported(ClusterError):
-    """The cluster does not have this function."""
+    """The request has an instruction of a Modelfile that the cluster does not support."""
 
     message = "This function is not supported."
     status = 501
@@ -23,7 +23,7 @@ class NotSupported(ClusterError):
 
 @dataclass
 class Modelfile:
-    """A parsed Modelfile; `base` is the name of a model or of a file."""
+    """The instructions of a Modelfile; `base` is the name of a model or of a file."""
 
     base: str = ""
     parameters: dict[str, list[Any]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Modelfile:
     system: str = ""
 
     def add(self, instruction: str, value: str) -> None:
-        """Add one instruction; raise InvalidInput, or NotSupported for an adapter."""
+        """Add one instruction. Raise InvalidInput for an unknown instruction, NotSupported for an adapter."""
         match instruction.upper():
             case "FROM":
                 self.base = value
@@ -58,7 +58,7 @@ _TRIPLE_QUOTES = '"""'
 
 
 def parse_modelfile(text: str) -> Modelfile:
-    """Parse the lines of a Modelfile; raise InvalidInput."""
+    """Parse the text of a Modelfile; raise InvalidInput."""
     modelfile = Modelfile()
     for instruction, value in _split_instructions(text):
         modelfile.add(instruction, value)
@@ -68,7 +68,7 @@ def parse_modelfile(text: str) -> Modelfile:
 
 
 def _split_instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield instructions with their values; a value in triple quotes may have several lines."""
+    """Yield the name and the value of each instruction. A value in triple quotes may have several lines."""
     lines = text.splitlines()
     if len(lines) > MAX_LINES:
         raise InvalidInput(f"modelfile: has more than {MAX_LINES} lines", field="modelfile")
@@ -106,16 +106,18 @@ _TYPE_BY_GENERATION_PARAMETER = {
     "frequency_penalty": float,
     "presence_penalty": float,
 }
+"""Type of the value of each parameter of generation."""
 _DEFINITION_FIELD_BY_PARAMETER = {
     "num_ctx": "context_size",
     "num_gpu": "gpu_layers",
     "num_thread": "threads",
     "num_batch": "batch",
 }
+"""Field of a definition for each parameter that concerns the load of a model."""
 
 
 def to_settings(modelfile: Modelfile) -> dict[str, Any]:
-    """Return the settings of a definition; unknown parameters are ignored. Raise InvalidInput."""
+    """Convert a Modelfile to settings of a definition. Ignore unknown parameters; raise InvalidInput."""
     settings: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for name, values in modelfile.parameters.items():
@@ -159,7 +161,7 @@ def _parse_number(name: str, value: Any, kind: type) -> Any:
 
 
 def render_parameters(definition: Definition) -> str:
-    """Return the parameters of a definition as lines of a Modelfile, without the word `PARAMETER`."""
+    """Return the parameters of a definition in the syntax of a Modelfile, without the word `PARAMETER`."""
     options, generation = definition.options, definition.generation
     stated: dict[str, Any] = {
         name: options[option] for name, option in _LOAD_OPTION_BY_PARAMETER.items() if options.get(option)
@@ -176,7 +178,7 @@ _LOAD_OPTION_BY_PARAMETER = {"num_ctx": "ContextSize", "num_thread": "Threads"}
 
 
 def render_modelfile(definition: Definition) -> str:
-    """Return a Modelfile that describes the definition."""
+    """Return a Modelfile with the base, parameters, template and system prompt of the definition."""
     lines = [f"FROM {definition.model}"]
     lines += [
         f"PARAMETER {' '.join(line.split(None, 1))}" for line in render_parameters(definition).splitlines()

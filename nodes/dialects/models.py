@@ -36,6 +36,7 @@ MODEL_PREFIX = "/v1/models/"
 
 
 _NEVER_EXPIRES_AT = "9999-12-31T00:00:00Z"
+"""Time that Ollama's list of loaded models shows as the expiry of each model."""
 
 
 class ModelBody(ResponseBody, kw_only=True):
@@ -85,7 +86,7 @@ class OllamaModel(ResponseBody, kw_only=True):
     name: str
     model: str
     size: int = 0
-    """Bytes of a defined model's files that are there, or of the GPU memory of a loaded one."""
+    """Bytes of the files that exist for a defined model, or of the GPU memory for a loaded model."""
     digest: str
     details: ModelDetails
 
@@ -123,7 +124,7 @@ class ShowResponse(ResponseBody, kw_only=True):
 
 
 async def list_models(request: InferenceRequest) -> Answer:
-    """Respond with the list of models."""
+    """Respond with all defined models, in OpenAI's or Anthropic's form."""
     await confirm(request)
     definitions = await folder.folder().all()
     if request.is_anthropic_client:
@@ -134,21 +135,21 @@ async def list_models(request: InferenceRequest) -> Answer:
 
 
 async def show_model(request: InferenceRequest) -> Answer:
-    """Respond with one model; raise ModelNotFound."""
+    """Respond with one model in OpenAI's or Anthropic's form; raise ModelNotFound."""
     await confirm(request)
     definition = await find_definition(request.path.removeprefix(MODEL_PREFIX))
     return wire.json_answer((_anthropic_entry if request.is_anthropic_client else _openai_entry)(definition))
 
 
 def _anthropic_entry(definition: Definition) -> "AnthropicModel":
-    """Return one model in Anthropic's form."""
+    """Return a model's entry in Anthropic's form."""
     return AnthropicModel(
         id=definition.name, display_name=definition.name, created_at=format_time(definition.changed)
     )
 
 
 def _openai_entry(definition: Definition) -> ModelBody:
-    """Return one model in OpenAI's form, with the warnings of its definition."""
+    """Return a model's entry in OpenAI's form, with the warnings of its definition."""
     return ModelBody(
         id=definition.name,
         created=definition.changed,
@@ -162,20 +163,23 @@ OLLAMA_VERSION = "0.12.0"
 
 
 class ShowBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is its older field. Clients may send both, one of them empty."""
+    """The body of a request for a model's details.
+
+    `model` and the older field `name` name the model. A client may send both if one of them is empty.
+    """
 
     model: str | None = None
     name: str | None = None
 
 
 async def show_version(request: InferenceRequest) -> Answer:
-    """Respond with the version."""
+    """Respond with the version of Ollama's API that the cluster implements."""
     await confirm(request)
     return wire.json_answer(VersionResponse(version=OLLAMA_VERSION))
 
 
 async def list_tags(request: InferenceRequest) -> Answer:
-    """Respond with the list of all defined models."""
+    """Respond with all defined models in Ollama's form."""
     await confirm(request)
     definitions = await folder.folder().all()
     sizes = await folder.folder().total_sizes(definitions)
@@ -191,7 +195,7 @@ async def list_tags(request: InferenceRequest) -> Answer:
 
 
 async def list_loaded(request: InferenceRequest) -> Answer:
-    """Respond with the list of the models that have a loaded replica."""
+    """Respond with the models that have a loaded replica, in Ollama's form."""
     await confirm(request)
     try:
         loaded = await in_thread(_memory_by_model)
@@ -214,7 +218,7 @@ def _memory_by_model() -> dict[str, int]:
 
 
 async def show_details(request: InferenceRequest) -> Answer:
-    """Respond with the details of one model; raise ModelNotFound."""
+    """Respond with the details of one model in Ollama's form; raise ModelNotFound."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), ShowBody)
     definition = await find_definition(body.model or body.name or "")
@@ -234,7 +238,7 @@ async def show_details(request: InferenceRequest) -> Answer:
 
 
 async def _ollama_capabilities(definition: Definition) -> list[str]:
-    """Return Ollama's names of the model's capabilities; `tools` only if its template supports tools."""
+    """Return the model's capabilities by Ollama's names; `tools` requires a template that renders tools."""
     cases, template = definition.use_cases, definition.generation.template
     generates = "chat" in cases or "completion" in cases
     has_tools = templates.has_tools(template) if template else await folder.folder().has_tools(definition)
@@ -268,11 +272,11 @@ REFUSED_PATHS = {
     "push": "Publish a model",
     "blobs/{digest}": "Upload a file of a model",
 }
-"""Paths after `/api/` of Ollama's routes that are refused, with the summaries of the routes."""
+"""Refused routes of Ollama's API: the path after `/api/`, and a summary."""
 
 
 class PullBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is the older field of the model."""
+    """The body of a pull request; `model` and the older field `name` name the model."""
 
     model: str | None = None
     name: str | None = None
@@ -284,7 +288,7 @@ class StatusResponse(ResponseBody):
 
 
 class LoadBody(msgspec.Struct, frozen=True):
-    """The body of a request without a prompt."""
+    """The body of a request to load or unload a model, which has no prompt."""
 
     model: Text
     stream: bool | None = None
@@ -292,7 +296,7 @@ class LoadBody(msgspec.Struct, frozen=True):
 
     @property
     def is_unload(self) -> bool:
-        """True if `keep_alive` is zero, which requests an unload; also as a duration such as `0m`."""
+        """True if `keep_alive` is zero, also as a duration such as `0m`. Zero requests an unload."""
         if isinstance(self.keep_alive, str):
             return bool(_ZERO_DURATION.fullmatch(self.keep_alive.strip()))
         return self.keep_alive == 0
@@ -302,23 +306,23 @@ _ZERO_DURATION = re.compile(r"[-+]?(?:0+|(?:0+(?:\.0*)?(?:ns|us|µs|μs|ms|s|m|h
 
 
 async def refuse_route(request: InferenceRequest) -> Answer:
-    """Raise Forbidden, for every caller."""
+    """Raise Forbidden for every caller."""
     await confirm(request)
     raise Forbidden("administrators define the models of this cluster; clients cannot publish or upload any")
 
 
 def status_lines(states: list[str], stream: bool | None) -> Answer:
-    """Return the states of a request as lines of a stream, or the last state as JSON."""
+    """Return a stream with a line for each state, or the last state as JSON."""
     return _lines_answer([{"status": state} for state in states], stream)
 
 
 async def load_for_prompt(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:
-    """Load or unload the model if a request to `/api/generate` has no prompt."""
+    """Load or unload the model if the body for `/api/generate` has no prompt; otherwise return None."""
     return None if fields.get("prompt") else await _load_or_unload(request, fields, {"response": ""})
 
 
 async def load_for_chat(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:
-    """Load or unload the model if a request to `/api/chat` has no message."""
+    """Load or unload the model if the body for `/api/chat` has no message; otherwise return None."""
     message = {"message": {"role": "assistant", "content": ""}}
     return None if fields.get("messages") else await _load_or_unload(request, fields, message)
 
@@ -344,7 +348,7 @@ async def _load_or_unload(
 
 
 async def _load_model(request: InferenceRequest) -> None:
-    """Pick a replica without a call; the pick loads the model if no replica is loaded."""
+    """Pick a replica of the model without calling it. The pick starts a load if no replica is loaded."""
     attempts = gateway.attempts(request)
     while True:
         async with attempts:
@@ -352,7 +356,7 @@ async def _load_model(request: InferenceRequest) -> None:
 
 
 async def _unload_model(request: InferenceRequest, model: str) -> None:
-    """Request the unload; do nothing if the model is not loaded. Raise Forbidden without the permission."""
+    """Request the unload of a loaded model. Raise Forbidden unless the caller is an administrator."""
     await confirm(request)
     if not request.principal.is_admin:
         raise Forbidden("only an administrator may unload a model; the cluster unloads idle ones")
@@ -364,7 +368,7 @@ async def _unload_model(request: InferenceRequest, model: str) -> None:
 
 
 def _lines_answer(lines: list[dict[str, Any]], stream: bool | None) -> Answer:
-    """Return the lines of a stream, or the last line as JSON."""
+    """Return a stream of these lines, or only the last line as JSON."""
     if stream is False:
         return Answer(msgspec.json.encode(lines[-1]))
     return Answer(

@@ -42,7 +42,7 @@ from operations.models import TERMINAL, Operation, Status
 FILE_BACKEND = "llama-cpp"
 """Backend of a model that is created from a file."""
 MAX_DELETION_WAIT = 90.0
-"""Seconds that a request waits for a deletion. After that it gets 503, and the deletion continues."""
+"""Maximum seconds that a request waits for a deletion. Then it gets 503, and the deletion continues."""
 _POLL_SECONDS = 2.0
 _LATEST_TAG = ":latest"
 _SUCCESS_ANSWER = wire.json_answer(StatusResponse(status="success"))
@@ -50,7 +50,10 @@ T = TypeVar("T")
 
 
 class CreateBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is the older field of the model, `modelfile` that of all others."""
+    """The body of a request to create a model.
+
+    `name` is the older form of `model`. `modelfile` is the older form of all other fields together.
+    """
 
     model: str | None = None
     name: str | None = None
@@ -66,14 +69,14 @@ class CreateBody(msgspec.Struct, frozen=True):
 
 
 class CopyBody(msgspec.Struct, frozen=True):
-    """The body of a request."""
+    """The body of a request to copy a model."""
 
     source: str
     destination: str
 
 
 class DeleteBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is the older field of the model."""
+    """The body of a request to delete a model; `name` is the older form of `model`."""
 
     model: str | None = None
     name: str | None = None
@@ -97,7 +100,7 @@ async def create(request: InferenceRequest) -> Answer:
 
 
 async def copy(request: InferenceRequest) -> Answer:
-    """Store the definition of a model under another name; raise ModelNotFound."""
+    """Store a copy of a model's definition under another name; raise ModelNotFound."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), CopyBody)
     destination = _definition_name(body.destination, "destination")
@@ -112,7 +115,7 @@ async def copy(request: InferenceRequest) -> Answer:
 
 
 async def delete(request: InferenceRequest) -> Answer:
-    """Unload the model and delete its stored definition; its files stay. Raise NotFound, Conflict."""
+    """Unload the model and delete its stored definition; keep its files. Raise NotFound or Conflict."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
     definition = await find_definition(_definition_name(body.model or body.name, "model"))
@@ -138,7 +141,7 @@ async def require_admin(request: InferenceRequest) -> None:
 
 
 def _definition_name(text: str | None, field: str) -> str:
-    """Return a name for a definition, without the tag that clients append."""
+    """Return a valid name for a definition, without the default tag `:latest`."""
     if not text:
         raise wire.field_error(field, "is required", "missing_required_parameter")
     name = text.removesuffix(_LATEST_TAG).strip()
@@ -164,9 +167,9 @@ def _parse_modelfile_fields(body: CreateBody) -> Modelfile:
 
 
 async def _base_text(base: str, name: str) -> str:
-    """Return the text of a definition with the name `name`.
+    """Return the YAML of a definition that has the name `name`.
 
-    The text is that of the model `base`, or a new definition for the file `base`. Raise ModelNotFound.
+    It is the definition of the model `base`, or a new definition for the file `base`. Raise ModelNotFound.
     """
     try:
         definition = await find_definition(base)
@@ -181,7 +184,10 @@ async def _base_text(base: str, name: str) -> str:
 
 
 async def _definition_text(definition: Definition, field: str) -> str:
-    """Return the YAML of the effective definition: a file precedes a row. Raise ModelNotFound."""
+    """Return the YAML of the definition that is in effect. Raise ModelNotFound.
+
+    A file takes precedence over a row of the same name.
+    """
     try:
         text = await folder().text(definition.name)
     except UnusableDefinition as error:
@@ -192,14 +198,14 @@ async def _definition_text(definition: Definition, field: str) -> str:
 
 
 async def _recorded_path(text: str) -> str | None:
-    """Return `text` if it is the path of a file that an import has left at its source, otherwise None."""
+    """Return `text` if a stored definition records it as the path of a file at its source, otherwise None."""
     contents = [entry.row.content for entry in await folder().stored_rows()]
     is_recorded = any(isinstance(content, Definition) and text in content.files for content in contents)
     return text if is_recorded else None
 
 
 def _find_file(text: str) -> str | None:
-    """Return `text` as the path of an existing file or folder in the models folder, otherwise None."""
+    """Return `text` as a relative path if it is a file or folder of the models folder, otherwise None."""
     if not text or len(text) > MAX_NAME or names.find_unprintable(text):
         return None
     models = folder().path
@@ -222,7 +228,7 @@ def _save_definition(request: InferenceRequest, name: str, text: str, reason: st
 
 
 async def _run_as_caller(request: InferenceRequest, change: Callable[[], T]) -> T:
-    """Make a change in the name of the caller, for the audit."""
+    """Run `change` in a thread and attribute it to the caller in the audit."""
 
     def attributed() -> T:
         with audit.attribute_to(of_principal(request.principal)):
@@ -239,7 +245,7 @@ async def _run_database_call(call: Callable[[], T]) -> T:
 
 
 async def _wait_for_end(operation_id: UUID) -> Operation | None:
-    """Return the operation after its end or after `MAX_DELETION_WAIT` seconds; None if its record was deleted."""
+    """Wait at most `MAX_DELETION_WAIT` seconds until the operation ends. Return it; None without a row."""
     until = clock.monotonic() + MAX_DELETION_WAIT
     with gateway.wake_ups().watch(operation_id) as watch:
         while True:

@@ -39,15 +39,15 @@ from nodes.gateway.generation import (
 
 
 class AnyText(msgspec.Struct, tag_field="type", tag="text", frozen=True):
-    """Any text."""
+    """A response format that allows any text."""
 
 
 class AnyJson(msgspec.Struct, tag_field="type", tag="json_object", frozen=True):
-    """Any JSON object."""
+    """A response format that requires a JSON object."""
 
 
 class NamedSchema(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The schema of an answer."""
+    """The name and the JSON schema of a response format."""
 
     name: Name
     schema: dict[str, Any] | None = None
@@ -56,13 +56,13 @@ class NamedSchema(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JsonOfSchema(msgspec.Struct, tag_field="type", tag="json_schema", frozen=True):
-    """JSON of a schema."""
+    """A response format that requires JSON that matches a schema."""
 
     json_schema: NamedSchema
 
 
 class ChatBody(SamplingBody, kw_only=True, frozen=True):
-    """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
+    """The body of a chat request. Other fields of OpenAI's API are ignored or refused by name."""
 
     messages: Messages
     max_completion_tokens: PositiveInt | None = None
@@ -119,7 +119,7 @@ UNSUPPORTED_IN_CHAT = {
 
 
 def parse_chat(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a chat request. Raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_IN_CHAT)
     body = wire.parse_struct(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
@@ -157,7 +157,7 @@ def _parse_conversation(body: ChatBody) -> Conversation:
 
 
 def _response_schema_json(body: ChatBody) -> str:
-    """Return the JSON schema of the response, "" if any text is allowed."""
+    """Return the JSON schema that the response must match, "" if any text is allowed."""
     if isinstance(body.response_format, AnyJson):
         return encode_json({"type": "object"})
     if not isinstance(body.response_format, JsonOfSchema):
@@ -168,7 +168,7 @@ def _response_schema_json(body: ChatBody) -> str:
 
 
 def render_chat(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """Return the response body."""
+    """Return the body of a complete chat response."""
     request = head.generation
     choices = [
         ChatChoice(
@@ -204,17 +204,17 @@ def _render_message(head: Head, index: int, choice: MergedChoice) -> MessageBody
 
 
 def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
-    """Return the id of a call, which is equal in a stream and in a complete response."""
+    """Return the id of a tool call. A stream and a complete response have equal ids."""
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
 def _default_arguments(finish: str) -> str:
-    """Return the default for missing arguments of a call: an empty object; "" after truncation."""
+    """Return the arguments of a call that the engine sent without any: `{}`, or "" if it was truncated."""
     return "" if finish == "length" else NO_ARGUMENTS
 
 
 class ChatChunks(CompletionEvents):
-    """The chunks of one streamed chat response."""
+    """Renders one streamed chat response as OpenAI's chunks."""
 
     object_name = "chat.completion.chunk"
 
@@ -225,7 +225,7 @@ class ChatChunks(CompletionEvents):
         """(choice, call index) -> True if any arguments were sent."""
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded chunks for these deltas."""
         return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
 
     def _render_chunks(self, delta: TextDelta) -> list[bytes]:
@@ -286,10 +286,10 @@ CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE_EVENT)
 
 
 DEFAULT_MAX_TOKENS = 16
-"""Default limit on the tokens of a choice, as in OpenAI's documentation."""
+"""Default limit on the tokens of a completion, as in OpenAI's documentation."""
 
 MAX_PROMPT_TOKENS = 256 * 1024
-"""Limit on the token ids of a prompt: decoding millions would block all other requests."""
+"""Limit on the token ids of a prompt, because decoding millions of ids would block all other requests."""
 
 Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 Prompts = Annotated[
@@ -298,7 +298,7 @@ Prompts = Annotated[
 
 
 class CompletionBody(SamplingBody, kw_only=True, frozen=True):
-    """The body of a request."""
+    """The body of a completion request."""
 
     prompt: Annotated[
         Text | Prompts,
@@ -333,7 +333,7 @@ UNSUPPORTED_IN_COMPLETIONS = {
 
 
 def parse_completion(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a completion request. Raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_IN_COMPLETIONS)
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidInput(
@@ -366,7 +366,7 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
 
 
 def _echoed_prompt(request: Generation, choice: int) -> str:
-    """Return the prompt to put before the text of this choice; "" unless the client requested it."""
+    """Return the prompt that precedes the text of this choice; "" unless the client requested `echo`."""
     prompt = request.prompts[choice // request.n] if request.echo else ""
     return prompt if isinstance(prompt, str) else ""
 
@@ -385,7 +385,7 @@ def _parse_prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tup
 
 
 def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """Return the response body."""
+    """Return the body of a complete completion."""
     request = head.generation
     choices = [
         CompletionChoice(
@@ -405,7 +405,7 @@ def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
 
 
 def _render_logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
-    """Return log probabilities in the legacy form; `offset`: position of the first token in the text."""
+    """Return log probabilities in the legacy form; `offset` is the first token's position in the text."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -422,7 +422,7 @@ def _render_logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[s
 
 
 class CompletionChunks(CompletionEvents):
-    """The chunks of one streamed completion."""
+    """Renders one streamed completion as OpenAI's chunks."""
 
     object_name = "text_completion"
 
@@ -432,7 +432,7 @@ class CompletionChunks(CompletionEvents):
         self._started_choices: set[int] = set()
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded chunks for these deltas."""
         return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
 
     def _render_chunks(self, delta: TextDelta) -> list[bytes]:

@@ -39,14 +39,14 @@ _SUCCESS_LINE = {"status": "success"}
 
 
 class PullFailed(ClusterError):
-    """The import has failed; the message is its reason."""
+    """The import of the model has failed; the message is the reason."""
 
     status = 500
     code = "pull_failed"
 
 
 async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
-    """Import the model if the caller is an administrator; respond with success for a defined model."""
+    """Import the model if the caller is an administrator. For a defined model, respond with success."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), PullBody)
     name = body.model or body.name
@@ -80,7 +80,7 @@ def _success_answer(stream: bool | None) -> Answer:
 
 
 async def _plan_import(name: str) -> ImportPlan:
-    """Return the import plan of a model of Ollama's registry or of `hf.co/owner/repository:tag`."""
+    """Return the import plan of a model at Ollama's registry or of `hf.co/owner/repository:tag`."""
     if len(name.split()) != 1:
         raise InvalidInput("model: must be one name without blanks", field="model")
     settings = conf.cluster()
@@ -95,7 +95,7 @@ async def _plan_import(name: str) -> ImportPlan:
 
 
 class PullProgress:
-    """The progress of an import, as lines until the import ends."""
+    """The progress of an import operation as lines of JSON, until the operation ends."""
 
     def __init__(self, operation_id: UUID, plan: ImportPlan) -> None:
         self._operation_id = operation_id
@@ -103,7 +103,7 @@ class PullProgress:
         self._digest = f"sha256:{main.sha256}" if main is not None and main.sha256 else ""
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the lines; return the status and the last line."""
+        """Send the progress lines. Return the status and the last line."""
         with Outgoing(send) as client:
             await client.head(list(_STREAM_HEADERS))
             await client.body(_render_line({"status": "pulling manifest"}))
@@ -114,7 +114,7 @@ class PullProgress:
         return 200, _render_line({"error": "the record of the import was cleared"})
 
     async def wait(self) -> Answer:
-        """Wait for the end of the import; raise PullFailed."""
+        """Wait until the import ends. Return the answer for success; raise PullFailed."""
         async for operation in self._states():
             if operation.status == Status.COMPLETED:
                 return _success_answer(False)
@@ -123,7 +123,7 @@ class PullProgress:
         raise PullFailed("the record of the import was cleared")
 
     async def _states(self) -> AsyncIterator[Operation]:
-        """Yield the operation whenever it may have changed, until its record is deleted."""
+        """Yield the operation each time that it may have changed. Stop if its row is deleted."""
         with gateway.wake_ups().watch(self._operation_id) as watch:
             while True:
                 operation = await in_thread(Operation.objects.filter(pk=self._operation_id).first)

@@ -39,8 +39,7 @@ from nodes.gateway.generation import (
 class Content(msgspec.Struct, frozen=True):
     """A part of an item: a text, a refusal, `input_image` or `input_file`.
 
-    Images (`data:image/png;base64,…`) and files are inline; a file must be plain text. The cluster keeps no
-    files.
+    Images (`data:image/png;base64,…`) and files are inside the request. A file must be plain text.
     """
 
     type: str
@@ -55,9 +54,9 @@ Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A message, a tool call, its result, the model's reasoning, or a reference to one of these.
+    """A message, a tool call, the result of a call, the model's reasoning, or a reference to an item.
 
-    Items about tools of OpenAI's servers are left out.
+    Items about tools that OpenAI's servers run are left out.
     """
 
     type: str = "message"
@@ -83,40 +82,40 @@ _REQUIRED_FIELDS_BY_TYPE = {
 _READABLE_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 _KNOWN_ITEM_TYPES = frozenset({*_REQUIRED_FIELDS_BY_TYPE, *_READABLE_ITEM_TYPES})
 _RESULT_TYPE_SUFFIXES = ("_output", "_response")
-"""Suffixes of the types of items that hold the result of a tool call."""
+"""Suffixes of the types of items that contain the result of a tool call."""
 _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _THOUGHT_ID_PREFIX = "rs_"
-"""Prefix of the ids of thoughts. A conversation may omit thoughts."""
+"""Prefix of the id of a thought. A conversation stays complete if thoughts are missing."""
 
 _NO_STORE_MESSAGE = "nothing is kept here; send the item itself (clients do with `store: false`)"
 
 
 @dataclass(frozen=True)
 class StoredItems:
-    """The stored input and output items that a request refers to."""
+    """Stored input and output items to which a request refers."""
 
     is_kept: bool = False
-    """True if responses are stored for this caller."""
+    """True if the caller's responses are stored."""
     items: Sequence[Mapping[str, Any]] = ()
-    """The conversation that `previous_response_id` continues."""
+    """The items of the conversation that `previous_response_id` continues."""
     by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Items of other responses that the input refers to, by their ids."""
+    """Items of further stored responses to which the input refers, by item id."""
 
 
 NO_STORED_ITEMS = StoredItems()
 
 
 class InputEntry(NamedTuple):
-    """An item that a model can read, with its path in the request."""
+    """An item with its path in the request, for error messages."""
 
     path: str
     item: Item
 
 
 def strip_unknown_items(input_items: Any) -> Any:
-    """Return the input of a request; each item of an unknown type is reduced to its type.
+    """Return the input of a request. Each item of an unknown type is reduced to its type.
 
-    Unknown types may use the same field names with other meanings.
+    An unknown type may use known field names with other meanings.
     """
     if not isinstance(input_items, list):
         return input_items
@@ -131,7 +130,7 @@ def strip_unknown_items(input_items: Any) -> Any:
 
 
 def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STORED_ITEMS) -> list[InputEntry]:
-    """Return the items that a model can read, stored items first; raise InvalidInput for a wrong item.
+    """Return the items that a model can read, the stored items first; raise InvalidInput for a wrong item.
 
     Calls of free-form tools become calls of functions.
     """
@@ -155,10 +154,11 @@ def _parse_stored_item(item: Mapping[str, Any]) -> Item:
 
 
 def _resolve_references(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
-    """Yield the items; replace each reference by its stored item.
+    """Yield the items. Replace each reference by the stored item.
 
-    A reference is left out if its item is in the conversation anyway, or if it refers to a thought that is
-    not stored and another item follows. Raise InvalidInput for any other reference without a stored item.
+    A reference is left out in two cases: the conversation already contains the item, or the reference means a
+    thought that is not stored and another item follows. Raise InvalidInput for any other reference without a
+    stored item.
     """
     present = {item.id for item in items if item.type != "item_reference"}
     present |= {item.get("id") for item in earlier.items}
@@ -204,7 +204,7 @@ def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
 
 
 def _check_parts(item: Item, path: str) -> None:
-    """Raise InvalidInput for a part that no model can read; parts in the model's own messages are allowed."""
+    """Raise InvalidInput for a part that no model can read. The model's own messages may have such parts."""
     if item.type == "reasoning" or item.role == "assistant":
         return
     for name, content in (("content", item.content), ("output", item.output)):
@@ -223,7 +223,7 @@ _TEXT_FILE_HEAD_PATTERN = re.compile(
 
 
 def _file_text(part: Content, path: str) -> str:
-    """Return the text of a file inside the request; raise InvalidInput for any other file."""
+    """Return the text of a plain text file inside the request; raise InvalidInput for any other file."""
     head, _, data = (part.file_data or "").partition(",")
     try:
         if not _TEXT_FILE_HEAD_PATTERN.fullmatch(head):
@@ -236,7 +236,7 @@ def _file_text(part: Content, path: str) -> str:
 
 
 def _check_result_calls(entries: Iterable[InputEntry]) -> None:
-    """Raise InvalidInput for the result of a tool call if no item before it has the call."""
+    """Raise InvalidInput for the result of a tool call whose call does not precede it."""
     calls = set()
     for path, item in entries:
         if item.type == "function_call":
@@ -247,7 +247,7 @@ def _check_result_calls(entries: Iterable[InputEntry]) -> None:
 
 
 def convert_items(instructions: str | None, entries: Sequence[InputEntry]) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form."""
+    """Yield the items as messages in the form that engines expect."""
     if instructions:
         yield ConversationMessage("system", instructions)
     answer: list[Item] = []
@@ -278,7 +278,7 @@ def _input_message(item: Item) -> ConversationMessage:
 
 
 def _assistant_message(items: Sequence[Item]) -> Iterator[ConversationMessage]:
-    """Yield the message for the items of one earlier response; thoughts alone yield none."""
+    """Yield the message for the items of one earlier response, none if it has only thoughts."""
     calls = [
         ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
         for item in items
@@ -306,7 +306,7 @@ def _part_text(part: Content) -> str | None:
 
 
 def collect_images(entries: Sequence[InputEntry]) -> tuple[str, ...]:
-    """Return the base64 data of the images; raise InvalidInput for a broken image or an image URL."""
+    """Return the base64 data of the images. Raise InvalidInput for invalid base64 or another URL."""
     return tuple(
         openai_messages.parse_image_url(part.image_url or "", f"{path}.{name}[{index}]")
         for path, item in entries
@@ -328,14 +328,17 @@ class FlatTool(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AllowedTool(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of the tools that may be called."""
+    """A tool in the choice `allowed_tools`."""
 
     type: str
     name: str | None = None
 
 
 class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The function that must be called, or with the type `allowed_tools` those that may be."""
+    """The client's choice of tools.
+
+    It names the function that must be called, or with the type `allowed_tools` the tools that may be called.
+    """
 
     type: str
     name: str | None = None
@@ -349,8 +352,8 @@ RequestedChoice = Literal["none", "auto", "required"] | FlatChoice | None
 class FunctionTools:
     """The functions among the tools of a request.
 
-    Each function of a namespace gets a name that is unique in the request. Tools of other types are left out,
-    because they run on OpenAI's servers.
+    A function in a namespace gets a name that is unique in the request. Tools of other types are left out,
+    because OpenAI's servers run them.
     """
 
     def __init__(self, listed: Sequence[Mapping[str, Any]]) -> None:
@@ -392,7 +395,7 @@ class FunctionTools:
             self._add_function(msgspec.structs.replace(function, name=name))
 
     def _free_name(self, space: str, name: str) -> str:
-        """Return a name for a function of a namespace that no other function in the request has."""
+        """Return a name for the function `name` of a namespace that no other function of the request has."""
         taken = {tool.function.name for tool in self.functions}
         if name not in taken:
             return name
@@ -406,9 +409,9 @@ class FunctionTools:
         )
 
     def choose(self, wanted: RequestedChoice) -> tuple[Sequence[Tool], Choice | None]:
-        """Return the functions that may be called, and the choice in OpenAI's older form.
+        """Return the functions that the model may call, and the choice in the form of OpenAI's chat.
 
-        Raises InvalidInput if the request has tools but no function, or requires a tool that is left out.
+        Raise InvalidInput if the request has tools but no function, or requires a tool that is left out.
         """
         if self.other_types and not self.functions and wanted != "none":
             kinds = ", ".join(sorted(set(self.other_types)))[:100]
@@ -424,7 +427,7 @@ class FunctionTools:
         return self.functions, ForcedTool(FunctionName(names[0] if names else wanted.name))
 
     def _allowed_functions(self, wanted: FlatChoice) -> tuple[Sequence[Tool], Choice | None]:
-        """Return the functions that the request allows; with the mode `auto` there may be none."""
+        """Return the functions that `allowed_tools` allows. With the mode `auto` there may be none."""
         if wanted.mode is None or not wanted.tools:
             raise field_error("tool_choice", "`allowed_tools` needs `mode` and `tools`")
         allowed = set()

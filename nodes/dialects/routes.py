@@ -38,7 +38,7 @@ from nodes.gateway.streams import EventStream
 
 @dataclass(frozen=True)
 class Envelope:
-    """The form of the errors of a dialect."""
+    """The form of errors in one dialect: a function that renders an error, and the struct of its body."""
 
     render: Callable[[ClusterError], Answer]
     body: type[wire.ResponseBody]
@@ -52,7 +52,7 @@ ERROR_STATUSES = (400, 401, 403, 404, 413, 429, 500, 503)
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One route. `max_body_bytes` is the maximum size of its body in bytes; None for the default limit."""
+    """One inference route: its handler, limits, error envelope and texts of the API document."""
 
     name: str
     """Operation id in the API document."""
@@ -60,23 +60,26 @@ class Route:
     handler: Handler
     method: str = "POST"
     max_body_bytes: int | None = MAX_BODY_BYTES
+    """Maximum bytes of a body; None for the default limit."""
     has_form: bool = False
+    """True if the body is a form with files."""
     envelope: Envelope = OPENAI_ENVELOPE
     body: type[msgspec.Struct] | None = None
     response: type[wire.ResponseBody] | None = None
     other_kinds: tuple[str, ...] = ()
-    """Content types of responses other than JSON."""
+    """Content types of responses that are not JSON."""
     description: str = ""
     response_meaning: str = "The answer."
+    """Description of the response with status 200 in the API document."""
     errors: tuple[int, ...] = ERROR_STATUSES
     is_shared: bool = False
-    """True if clients of Anthropic's API also use the route, with their own error form."""
+    """True if clients of Anthropic's API also use the route. They get errors in Anthropic's form."""
     other_methods: tuple["Route", ...] = ()
-    """Routes of other methods on the same path; they share its limits and envelope."""
+    """Routes of further HTTP methods on the path. The limits and the envelope of this route apply to them."""
 
     @property
     def endpoint(self) -> Endpoint:
-        """The ASGI application of the route."""
+        """The ASGI application that serves the route."""
         return Endpoint(
             self.method,
             self.handler,
@@ -90,7 +93,7 @@ class Route:
 
 
 Shortcut = Callable[[InferenceRequest, Mapping[str, Any]], Awaitable[Answer | None]]
-"""Answers requests that need no generated text; returns None for all other requests."""
+"""Answers a request that needs no generated text; returns None for every other request."""
 
 
 def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Handler:
@@ -110,7 +113,7 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
 def _get_route(
     name: str, summary: str, handler: Handler, response: type[wire.ResponseBody], **others: Any
 ) -> Route:
-    """Return a GET route."""
+    """Return a route for the method GET."""
     return Route(
         name=name,
         summary=summary,
@@ -155,7 +158,7 @@ _OLLAMA_STREAM_DESCRIPTION = (
     " administrators may do; otherwise `keep_alive` and options about loading are ignored."
 )
 UNPROVED_NOTE = "Tried with scripted engines only, so far with no real one."
-"""Note in descriptions of routes: no example engine supports audio or images."""
+"""Note in descriptions of audio and image routes: no example engine supports them."""
 _SPEECH_DESCRIPTION = (
     "The engine's sound, not converted. With `stream` it is sent while it is made; what fails"
     " after the first byte ends the connection. " + UNPROVED_NOTE
@@ -300,7 +303,7 @@ _V1_ROUTE_BY_PATH: Mapping[str, Route] = {
         description=f"One after the other, each with the next seed. {UNPROVED_NOTE}",
     ),
 }
-"""Routes that exist with and without the prefix `/v1`."""
+"""Routes that exist with and without the path prefix `/v1`."""
 
 _OTHER_ROUTE_BY_PATH: dict[str, Route] = {
     "/v2/rerank": Route(
@@ -395,7 +398,7 @@ _OTHER_ROUTE_BY_PATH: dict[str, Route] = {
 
 
 def _refused_route(name: str, summary: str, method: str) -> Route:
-    """Return a route of Ollama's API that refuses every caller."""
+    """Return a route of Ollama's API that responds with 403 to every caller."""
     return Route(
         name=name,
         summary=f"{summary} (Ollama): refused",
@@ -412,7 +415,7 @@ def _refused_route(name: str, summary: str, method: str) -> Route:
 def _admin_route(
     name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any
 ) -> Route:
-    """Return a route of Ollama's API that changes models, for administrators only."""
+    """Return a route of Ollama's API that changes models. Only administrators may use it."""
     return Route(
         name=name,
         summary=f"{summary} (Ollama)",
@@ -480,7 +483,7 @@ ROUTES: Mapping[str, Route] = {
     **_V1_ROUTE_BY_PATH,
     **_OTHER_ROUTE_BY_PATH,
 }
-"""Every inference route by its path, which is an OpenAPI path template."""
+"""Every inference route by its path, as a path template of OpenAPI."""
 
 
 async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:

@@ -38,13 +38,13 @@ from nodes.gateway.streams import EventStream
 logger = logging.getLogger(__name__)
 
 MAX_RESPONSES_PER_KEY = 10_000
-"""Limit on the stored responses of a key."""
+"""Maximum number of stored responses of one API key."""
 MAX_CHAIN_LENGTH = 1000
 """Maximum number of stored responses in one conversation."""
 RENEWAL_FRACTION = 0.1
-"""Fraction of the retention after which another use of a response is recorded."""
+"""Fraction of the retention that must pass before another use of a response is recorded."""
 _ROW_OVERHEAD_BYTES = 300
-"""Bytes of a row in addition to its contents, including its entries in the indexes."""
+"""Estimated bytes of a row without its contents, with its index entries."""
 _ID_PREFIX = "resp_"
 _VISIBLE_ROW_SQL = "r.owner = %(owner)s AND r.used_at >= %(since)s"
 # A chain ends with its first response, at a gap, or with the first row that makes it too large, whose
@@ -105,25 +105,25 @@ class DeletedResponse(ResponseBody, kw_only=True):
 
 @dataclass(frozen=True)
 class CallerStore:
-    """The stored responses of one API key."""
+    """Access to the stored responses of one API key."""
 
     owner: str
     retention: timedelta
 
     @classmethod
     def of(cls, request: InferenceRequest) -> "CallerStore | None":
-        """Return the store of the caller; None if responses are not stored for it."""
+        """Return the store for the caller of this request; None if the caller's responses are not stored."""
         retention = conf.cluster().response_retention
         return (
             cls(request.key_owner, timedelta(seconds=retention)) if retention and request.key_owner else None
         )
 
     def parameters(self, now: datetime, **others: Any) -> Mapping[str, Any]:
-        """Return the parameters of a statement for this store."""
+        """Return the parameters of a SQL statement about this key's responses."""
         return {"owner": self.owner, "since": now - self.retention, "now": now, **others}
 
     async def load(self, fields: Mapping[str, Any]) -> "StoredContext":
-        """Return the stored items to which the request refers; one statement if there are references."""
+        """Return the stored items to which the request refers; run no statement without references."""
         previous, references = fields.get("previous_response_id"), _referenced_ids(fields.get("input"))
         previous = previous if isinstance(previous, str) else ""
         # An item's id begins with that of its response.
@@ -151,14 +151,14 @@ class CallerStore:
 
 @dataclass(frozen=True)
 class StoredContext:
-    """The stored items that a request refers to, and the ids of the responses that contain them."""
+    """Stored items to which a request refers, and the ids of their responses."""
 
     earlier: StoredItems = NO_STORED_ITEMS
     used_ids: tuple[str, ...] = ()
 
 
 def _referenced_ids(input_items: Any) -> set[str]:
-    """Return the ids of the items to which the input refers."""
+    """Return the ids in the references of the input."""
     if not isinstance(input_items, list):
         return set()
     ids = (
@@ -170,7 +170,7 @@ def _referenced_ids(input_items: Any) -> set[str]:
 
 
 def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
-    """Raise InvalidInput if the conversation is incomplete; the oldest response comes first."""
+    """Raise InvalidInput if the stored conversation is incomplete. The first row is the oldest response."""
     if not chain:
         message = f"Previous response with id '{previous[:100]}' not found."
     elif chain[0][2] is None or (chain[0][1] and len(chain) >= MAX_CHAIN_LENGTH):
@@ -194,16 +194,16 @@ def _translate_unreachable() -> Iterator[None]:
 
 @dataclass
 class ResponseRecord:
-    """The parts of a request that are stored with its response."""
+    """The parts of a request that are stored together with its response."""
 
     store: CallerStore
     input: bytes
     used_ids: Sequence[str]
     echo: dict[str, Any] = field(default_factory=dict)
-    """Fields of the request that the response repeats; `store` becomes false if storing fails."""
+    """Fields of the request that the response repeats. `store` becomes false if storing fails."""
 
     async def store_response(self, head: Head, deltas: Sequence[TextDelta]) -> None:
-        """Store the complete response; failures are logged."""
+        """Store the complete response. A failure is logged, not raised."""
         response = responses.final_response(head, blocks.collect_blocks(deltas), deltas[-1])
         output = wire.encode(response.pop("output"))
         response_json = wire.encode(response)
@@ -234,7 +234,7 @@ class ResponseRecord:
 
 
 def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
-    """Return the items of the request as JSON; references are replaced by their stored items."""
+    """Return the items of the request as JSON, with stored items instead of references."""
     given = fields["input"]
     if isinstance(given, str):
         return orjson.dumps([{"type": "message", "role": "user", "content": given}])
@@ -245,7 +245,7 @@ def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
 
 
 async def create(request: InferenceRequest) -> Answer | EventStream:
-    """Answer a conversation; store the response unless the request forbids it."""
+    """Respond to a conversation. Store the response unless the request or the operator forbids it."""
     fields = wire.parse_json_object(request.body)
     store = CallerStore.of(request)
     loaded = await store.load(fields) if store else StoredContext()
@@ -267,7 +267,7 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
 
 
 async def show(request: InferenceRequest) -> Answer:
-    """Respond with a stored response."""
+    """Respond with the stored response in the path."""
     rows = await _run_statement(
         request, lambda parameters: database_pool.shared().fetch_rows(_SHOW_SQL, parameters)
     )
@@ -278,7 +278,7 @@ async def show(request: InferenceRequest) -> Answer:
 
 
 async def delete(request: InferenceRequest) -> Answer:
-    """Delete a stored response. A conversation that contains the response cannot be continued any more."""
+    """Delete the stored response in the path. Conversations that contain it cannot be continued any more."""
     if not await _run_statement(
         request, lambda parameters: database_pool.shared().run(_DELETE_SQL, parameters)
     ):
@@ -292,7 +292,7 @@ T = TypeVar("T")
 async def _run_statement(
     request: InferenceRequest, statement: Callable[[Mapping[str, Any]], Awaitable[T]]
 ) -> T | None:
-    """Return the result of a statement about the response in the path; None if the caller has no store."""
+    """Run a statement about the response in the path; return None if the caller stores no responses."""
     await confirm(request)
     store = CallerStore.of(request)
     if store is None:

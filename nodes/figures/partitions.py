@@ -1,8 +1,8 @@
-"""Tables that are partitioned by time: create partitions in advance, list them, drop them.
+"""Tables partitioned by time: creating partitions in advance, listing them and dropping them.
 
 Retention drops whole partitions, so no row is deleted and no vacuum is needed. Attaching a new partition
 waits neither for readers nor for a running backup. Dropping a partition needs an exclusive lock on the
-parent: it gives up after two seconds, and the next run tries again.
+parent. It gives up after two seconds; the next run tries again.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,10 @@ SELECT name FROM unnest(%s::text[]) AS name WHERE NOT EXISTS (
 
 @dataclass(frozen=True)
 class PartitionedTable:
-    """A table with a column `at`. Each partition covers `width`; its name ends with its start time."""
+    """A table partitioned by its column `at`.
+
+    Each partition covers the time `width`. The name of a partition ends with its start time.
+    """
 
     name: str
     width: timedelta
@@ -35,7 +38,7 @@ class PartitionedTable:
     """Age at which a partition may be dropped."""
 
     def partition(self, at: datetime) -> str:
-        """Return the name of the partition that contains this time."""
+        """Return the name of the partition for this time."""
         return f"{self.name}_{floor_to_step(at, self.width):{_NAME_TIME_FORMAT}}"
 
     def starts(self) -> list[datetime]:
@@ -70,7 +73,7 @@ class PartitionedTable:
 
 
 def create_missing(wanted: Iterable[tuple[PartitionedTable, datetime]]) -> None:
-    """Create the missing partitions for these times; one query if none is missing."""
+    """Create the missing partitions for these tables and times. One query if none is missing."""
     partitions = {table.partition(at): (table, at) for table, at in wanted}
     with connection.cursor() as cursor:
         cursor.execute(_FIND_MISSING_SQL, [list(partitions)])

@@ -29,21 +29,21 @@ HOURS_TABLE = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
 DAYS_TABLE = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
 TABLES = (SAMPLES_TABLE, HOURS_TABLE, DAYS_TABLE)
 LATE_SAMPLES_GRACE = 2 * MINUTE
-"""Time after the end of a period in which late samples may arrive."""
+"""Time after the end of a period for which late samples are awaited before it is packed."""
 MAX_RETENTION = DAY
-"""Age at which samples are dropped even if they are not packed."""
+"""Age at which partitions are dropped even if they are not packed."""
 SUBJECTS_PER_TRANSACTION = 50
-"""Maximum subjects of one transaction, about 20 MB of samples."""
+"""Maximum number of subjects that one transaction packs, about 20 MB of samples."""
 _MAX_INTEGER = 2**31 - 1
 
 SqlParameters = dict[str, Any]
-"""Parameters of a statement."""
+"""Parameters of a SQL statement by name."""
 
 
 def _mib(value: str) -> str:
-    """Return SQL that converts bytes to MiB within the range of an integer.
+    """Return SQL that converts bytes to MiB in the range of an integer.
 
-    A wrong sensor must not fail the samples of all nodes.
+    A wrong sensor value must not make the samples of all nodes fail.
     """
     return f"(({value}) >> 20 & {_MAX_INTEGER})::int"
 
@@ -95,7 +95,7 @@ ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
 def store_samples(*, heard_since: datetime, now: datetime) -> int:
     """Store a sample of the cluster and of each node with a heartbeat since `heard_since`. Return the number.
 
-    Creates the partitions for now and for the next period. A repeated call changes nothing.
+    Create the partitions for now and for the next period. A repeated call changes nothing.
     """
     partitions.create_missing((table, at) for table in TABLES for at in (now, now + table.width))
     with connection.cursor() as cursor:
@@ -105,7 +105,7 @@ def store_samples(*, heard_since: datetime, now: datetime) -> int:
 
 
 async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
-    """Add the counts of a web process for its models, and their sums, in one statement.
+    """Add a web process's counts for its models, and their sums, in one statement.
 
     Do not repeat it after a lost reply: the statement may have been executed.
     """
@@ -122,7 +122,7 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
 
 @dataclass(frozen=True)
 class RollUp:
-    """Packs each period of `source`, one partition, into blocks of `target` with this `step`."""
+    """Packs each partition of `source` into blocks of `target` with the step `step`."""
 
     source: PartitionedTable
     target: PartitionedTable
@@ -130,11 +130,14 @@ class RollUp:
 
     @property
     def period(self) -> timedelta:
-        """Length of a block."""
+        """Time that one block covers."""
         return self.source.width
 
     def pack_next(self, start: datetime) -> bool:
-        """Pack the next subjects of the period in one transaction. Return False if no subject is left."""
+        """Pack the next subjects of the period that begins at `start`, in one transaction.
+
+        Return False if no subject is left.
+        """
         with transaction.atomic(), connection.cursor() as cursor:
             names = {"source": self.source.name, "target": self.target.name}
             scope: SqlParameters = {
@@ -186,9 +189,9 @@ SELECT subject, %s, body FROM unnest(%s::text[], %s::bytea[]) AS block(subject, 
 
 
 def maintain(*, now: datetime, limit: float) -> bool:
-    """Pack the ended periods, then drop figures past their retention. Return True if all is packed.
+    """Pack the periods that have ended, then drop old partitions. Return True if all are packed.
 
-    Packing stops after `limit` seconds. Returns False at once if another process holds the lock.
+    Packing stops after `limit` seconds. Return False at once if another process holds the lock.
     """
     with try_lock_across(Lock.FIGURES) as locked:
         if not locked:
@@ -200,7 +203,7 @@ def maintain(*, now: datetime, limit: float) -> bool:
 
 
 def _pack_until(now: datetime, deadline: float) -> bool:
-    """Pack the ended hours, then the ended days. Return False if the deadline passed before the end."""
+    """Pack the hours, then the days that have ended. Return False if the deadline passes before the end."""
     for level in ROLL_UPS:
         for start in level.source.starts():
             if start + level.period + LATE_SAMPLES_GRACE > now:
@@ -214,7 +217,7 @@ def _pack_until(now: datetime, deadline: float) -> bool:
 
 @dataclass(frozen=True)
 class Span:
-    """A grid of steps: `count` of them from `start`."""
+    """A time range as `count` steps from `start`."""
 
     start: datetime
     step: timedelta
@@ -222,12 +225,12 @@ class Span:
 
     @property
     def end(self) -> datetime:
-        """The end of the last step."""
+        """Time when the last step ends."""
         return self.start + self.count * self.step
 
 
 def read(subjects: Sequence[str], span: Span) -> dict[str, Columns]:
-    """Return the columns of each subject; at most three queries.
+    """Return the columns of each subject for the span, with at most three queries.
 
     The coarsest table with the step is read first, and finer tables for periods that are not packed yet.
     """

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class MethodNotAllowed(ClusterError):
-    """The route does not accept this method."""
+    """The route does not support the HTTP method."""
 
     status = 405
     code = "method_not_allowed"
@@ -55,17 +55,18 @@ class TooLarge(ClusterError):
 
 
 class StreamedAnswer(Protocol):
-    """An answer that is sent while it is produced or read."""
+    """A response that is sent in pieces while it is produced."""
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the answer; return its status and the last piece of its body, which the caller must send."""
+        """Send all pieces of the response except the last. Return its status and the last piece."""
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | StreamedAnswer]]
+"""Processes one request; returns the response, or a response that is sent in pieces."""
 
 
 class _AnswerScope(CancelScope):
-    """A cancel scope around the work on one answer; `cancel_all_answers` cancels it."""
+    """A context manager around the work on one response; `cancel_all_answers` cancels the block."""
 
     def __enter__(self) -> Self:
         _answer_scopes.add(self)
@@ -80,25 +81,22 @@ _answer_scopes: set[_AnswerScope] = set()
 
 
 def cancel_on_stop() -> CancelScope:
-    """Return a context manager that raises Unavailable when `cancel_all_answers` cancels it."""
+    """Return a context manager whose block `cancel_all_answers` ends with Unavailable."""
     return _AnswerScope()
 
 
 def cancel_all_answers() -> None:
-    """Cancel the work on all answers that have not begun, and on all audio streams.
-
-    The process is about to stop.
-    """
+    """Cancel all responses that have not begun, and all audio streams, because the process stops."""
     for scope in list(_answer_scopes):
         scope.cancel(Unavailable("this web process is stopping", retry_after=1))
 
 
 WATCH_DELAY_SECONDS = 0.1
-"""Seconds until a request watches for a disconnect: most requests end earlier and need no task."""
+"""Seconds until a request starts to watch for a disconnect. Most requests end earlier and need no task."""
 
 
 class _CancelOnDisconnect(CancelScope):
-    """A context manager that raises Disconnected when the client disconnects."""
+    """A context manager whose block ends with Disconnected when the client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -125,31 +123,32 @@ class _CancelOnDisconnect(CancelScope):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ASGI application of one route. Without a `max_body_bytes` its body has the default limit.
+    """The ASGI application of one route.
 
-    With `has_form` the body is a form with files, passed to the handler in `request.form`. `render_error` renders
-    errors in the envelope of the route's dialect.
+    If `has_form` is true, the body is a form with files, which the handler gets in `request.form`.
+    `render_error` renders errors in the envelope of the route's dialect.
     """
 
     method: str
     handler: Handler
     max_body_bytes: int | None = None
+    """Maximum bytes of a body; None for the default limit."""
     has_form: bool = False
     render_error: Callable[[ClusterError], Answer] = wire.error_answer
     is_patient: bool = False
-    """True if the requests of this route wait longer for a load than others."""
+    """True if requests of this route wait longer for a load than requests of most routes."""
     render_error_for_anthropic: Callable[[ClusterError], Answer] | None = None
-    """Renders errors for requests with the header `anthropic-version`, on routes of several dialects."""
+    """Renders errors for clients of Anthropic's API, on a route that several dialects share."""
     other_methods: Mapping[str, Handler] = field(default_factory=dict)
-    """Handlers of further HTTP methods, by method."""
+    """Handlers of further HTTP methods on the path, by method."""
 
     @property
     def methods(self) -> str:
-        """The accepted methods, as the value of the header `Allow`."""
+        """The supported methods, as the value of the header `Allow`."""
         return ", ".join((self.method, *self.other_methods))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Process one request; send nothing to a disconnected client."""
+        """Process one request. Send nothing if the client has disconnected."""
         started_at, status = clock.monotonic(), 0
         request = InferenceRequest(
             client_address=wire.client_of(scope),
@@ -181,7 +180,7 @@ class Endpoint:
     async def _answer(
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
     ) -> Answer | tuple[int, bytes]:
-        """Return the answer, or the status and the last piece of a streamed one."""
+        """Return the response; for a response that was sent in pieces, its status and its last piece."""
         render_error = (
             self.render_error_for_anthropic if request.is_anthropic_client else None
         ) or self.render_error
@@ -239,16 +238,16 @@ class Endpoint:
 
 
 def _is_suspect(request: InferenceRequest) -> bool:
-    """Return True if the key must be confirmed before any part of the body is read."""
+    """Return True if the key must be confirmed before any byte of the body is read."""
     return bodies.shared_budget.is_half_used or throttle.api_keys().was_refused(
         request.client_address, clock.now()
     )
 
 
 async def _confirm_early(request: InferenceRequest) -> None:
-    """Confirm the key before the body is read.
+    """Confirm the request's key before the body is read.
 
-    The pick checks the key again, because it may be revoked meanwhile.
+    The pick checks the key a second time, because it may be revoked meanwhile.
     """
     key_hash = request.key_hash
     await confirm(request)
@@ -268,7 +267,7 @@ _BROWSER_HEADERS = frozenset({b"cookie", b"origin"})
 
 
 def _basic_password(authorization: str) -> str | None:
-    """Return the password of an `Authorization: Basic …` header value, None for any other value."""
+    """Return the password in an `Authorization: Basic …` header; None for a header of another scheme."""
     scheme, _, encoded = authorization.strip().partition(" ")
     if scheme.lower() != "basic":
         return None
@@ -284,7 +283,7 @@ def _lacks_browser_headers(scope: Scope) -> bool:
 
 
 async def identify_caller(request: InferenceRequest, scope: Scope) -> None:
-    """Set the caller, or a stored key that must be confirmed; raise NotAuthenticated if there is neither."""
+    """Set the caller, or the hash of a key that must be confirmed; raise NotAuthenticated."""
     headers = principals.credential_headers(scope)
     password = _basic_password(headers.get("authorization", ""))
     if password is not None and _lacks_browser_headers(scope):
@@ -321,7 +320,7 @@ def _is_admitted(address: str) -> bool:
 
 
 async def confirm(request: InferenceRequest) -> None:
-    """Confirm the request's key in the database if no pick has confirmed it; raise NotAuthenticated."""
+    """Confirm the request's key in the database unless a pick has confirmed it; raise NotAuthenticated."""
     if request.key_hash:
         request.model = ""  # nothing is picked
         await gateway.current().picker.acquire(request)

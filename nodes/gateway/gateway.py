@@ -43,16 +43,15 @@ class ModelNotFound(NotFound):
 
 
 _DEFAULT_TAG = ":latest"
-"""The tag that Ollama's clients may append to a name. A model whose own name has this ending takes
-precedence.
-"""
+"""Tag that Ollama's clients may append to a model's name. A model whose own name ends with the tag takes
+precedence."""
 
 
 async def find_definition(name: str) -> Definition:
-    """Return the definition for a requested name, with or without the default tag.
+    """Return the definition of the model with this name. The name may have the default tag.
 
-    Raises ModelNotFound. Raises Unavailable if the models folder, or the database with the definitions of
-    past loads, is needed and does not respond.
+    Raise ModelNotFound for an unknown name. Raise Unavailable if the models folder, or the database with the
+    definitions of past loads, is needed and does not respond.
     """
     models = folder.folder()
     try:
@@ -69,22 +68,22 @@ async def find_definition(name: str) -> Definition:
 
 
 MAX_REPLICA_ATTEMPTS = 4
-"""Maximum number of replicas that one request tries."""
+"""Maximum number of replicas on which one request is tried."""
 MAX_LOADS_PER_REQUEST = 3
-"""Number of successful loads without a replica for the request after which the request fails (C34)."""
+"""Maximum number of successful loads for one request. If none of them provides a replica, it fails (C34)."""
 PROBE_TIMEOUT_SECONDS = 2.0
-"""Time limit in seconds of the health call that decides whether a replica is dead (C19)."""
+"""Time limit of the health call that decides whether a replica is dead (C19)."""
 
 
 def load_wait_deadline(*, is_patient: bool = False) -> float:
-    """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
+    """Return the monotonic time at which a request that arrives now stops waiting for a load (C32)."""
     cluster = conf.cluster()
     budget = cluster.ollama_load_wait if is_patient else cluster.model_load_wait
     return clock.monotonic() + budget if budget else math.inf
 
 
 class Gateway:
-    """Access of one web process to replicas, engines and loads."""
+    """Picks replicas, starts loads and provides engine clients for the requests of one web process."""
 
     def __init__(
         self, picker: Picker, clients: ClientPool, loads: Loads, prefixes: PrefixRouter | None = None
@@ -97,7 +96,10 @@ class Gateway:
         """Running health calls by (address, token); concurrent failures of one engine share a call."""
 
     async def acquire(self, request: InferenceRequest) -> Replica:
-        """Pick a replica and count the request as running on it; wait for a load if no replica is loaded."""
+        """Pick a replica of the request's model; wait for a load if no replica is loaded.
+
+        The replica counts the request until it is released.
+        """
         if (replica := await self._pick(request)) is not None:
             return replica
         for _ in range(MAX_LOADS_PER_REQUEST):
@@ -110,7 +112,7 @@ class Gateway:
         raise Unavailable(f"model {request.model} was loaded, but no replica of it is available")
 
     def client(self, replica: Replica) -> BackendClient:
-        """Return the client of the replica's engine; raise Refused for an unusable address."""
+        """Return the client of the replica's engine. Raise Refused if the address is invalid."""
         return self._clients.get(replica.address, replica.token)
 
     async def _pick(self, request: InferenceRequest) -> Replica | None:
@@ -122,7 +124,7 @@ class Gateway:
         return replica
 
     async def exclude_if_unusable(self, replica: Replica, error: BackendError) -> None:
-        """Exclude the replica from picks if the error, or a health call, shows that it cannot serve."""
+        """Exclude the replica from picks if the error or a health call shows that it cannot serve."""
         has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
         is_dead = isinstance(error, Refused | Lost) and not await self._is_responding(replica)
         if not (has_wrong_model or is_dead):
@@ -142,10 +144,10 @@ class Gateway:
             self._clients.forget(replica.address, replica.token)
 
     async def _is_responding(self, replica: Replica) -> bool:
-        """Return True if the replica's engine responds (R2.13).
+        """Return True if the replica's engine responds to a health call (R2.13).
 
-        Concurrent requests share one health call. The result is not cached, because the failure that caused
-        the call is newer than any cached success.
+        Concurrent requests share one call. The result is not cached, because the failure that caused the call
+        is newer than any cached success.
         """
         key = (replica.address, replica.token)
         probe = self._probes.get(key)
@@ -164,11 +166,10 @@ class Gateway:
 class Attempts:
     """The attempts of one request: `while True: async with attempts as engine: return …`.
 
-    On entry a replica is picked. The block makes the calls, which must finish by the request's `deadline`; on
-    exit the replica is released. If a replica did no work (dead, busy, or with another model), the request is
-    retried on another replica. If the connection broke during the call, the request is retried only once,
-    because it may have crashed the engine. Any other error is raised. Once the response has begun, every
-    error is raised.
+    On entry a replica is picked, on exit it is released. The calls inside the block must end by the request's
+    `deadline`. If the replica did no work (it is dead, busy, or has another model), the request is retried on
+    another replica. If the connection broke during the call, the request is retried only once, because it may
+    have crashed the engine. Any other error is raised. After the response has begun, every error is raised.
 
     The deadline is set when the first replica is picked and covers all attempts. For a streamed response it
     is the time limit of the first piece.
@@ -234,24 +235,24 @@ _running_resources: _GatewayResources | None = None
 
 
 def current() -> Gateway:
-    """Return the gateway of this process; raise Unavailable before `start`."""
+    """Return the gateway of this process. Raise Unavailable if it is not started."""
     if _running_resources is None:
         raise Unavailable("the web process is not ready yet", retry_after=1)
     return _running_resources.gateway
 
 
 def attempts(request: InferenceRequest) -> Attempts:
-    """Return the attempts of a request in this process."""
+    """Return the attempts of a request on the gateway of this process."""
     return Attempts(current(), request)
 
 
 def wake_ups() -> WakeUps:
-    """Return the wake-ups of waiting requests; an unused instance before `start`."""
+    """Return the wake-ups of requests that wait in this process; before `start` they wake nobody."""
     return _running_resources.loads.wake_ups if _running_resources is not None else WakeUps()
 
 
 async def start() -> None:
-    """Open the pool, register this process and start its gateway."""
+    """Open the database pool, register this web process and start its gateway."""
     global _running_resources
     shared = await database_pool.open_shared()
     by_prefix = PrefixService.connect(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
@@ -271,13 +272,13 @@ async def start() -> None:
 
 
 async def end_waits() -> None:
-    """End all requests that wait for a load with a 503; the loads continue."""
+    """End all requests that wait for a load with 503; the loads continue."""
     if _running_resources is not None:
         await _running_resources.loads.close()
 
 
 async def stop() -> None:
-    """Stop the gateway and release everything; all requests must have ended before."""
+    """Stop the gateway and release its resources. No request may be running."""
     global _running_resources
     running, _running_resources = _running_resources, None
     if running is None:

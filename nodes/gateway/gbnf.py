@@ -20,42 +20,42 @@ from nodes.gateway import schemas
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A literal text."""
+    """Grammar of a fixed text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a class; `members` is the class without its brackets, for example `a-z`."""
+    """Grammar of one character of a class; `members` is the class without brackets, for example `a-z`."""
 
     members: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference to the rule of this name."""
+    """Grammar that refers to the rule with this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """A sequence of parts."""
+    """Grammar of several parts in a row."""
 
     parts: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """A choice of one of the options."""
+    """Grammar that accepts one of several options."""
 
     options: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """From `least` to `most` repetitions of the part; without an upper bound if `most` is None."""
+    """Grammar of `least` to `most` repetitions of a part; there is no maximum if `most` is None."""
 
     part: "Grammar"
     least: int = 0
@@ -69,7 +69,7 @@ _ESCAPE_TABLE = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r
 
 
 def to_text(part: Grammar) -> str:
-    """Return the text of a rule's right-hand side."""
+    """Return a grammar in GBNF, as the right-hand side of a rule."""
     match part:
         case Text(text):
             return f'"{text.translate(_ESCAPE_TABLE)}"'
@@ -96,17 +96,15 @@ def _repetition_suffix(least: int, most: int | None) -> str:
 
 
 MAX_REPEATS = 1000
-"""Largest supported bound; a larger one is ignored, because llama.cpp refuses larger repetition counts."""
+"""Largest bound of a repetition. Larger bounds are ignored, because llama.cpp refuses them."""
 MAX_SCHEMA_PARTS = 20_000
-"""Limit on the parts of a schema; a part counts once for each copy that a neighbouring choice causes."""
+"""Limit on the parts of a schema. A part is counted once for each copy that a neighbouring choice causes."""
 MAX_COPIED_CHARACTERS = 1_000_000
-"""Limit on the characters copied from the schema and the entries merged, in total. References and choices
-copy them, so a small schema could otherwise expand to a grammar that exceeds memory.
-"""
+"""Limit on the characters and merged entries that references and choices copy from the schema, in total.
+Without it a small schema could expand to a grammar that exceeds the memory."""
 MAX_TOTAL_TEXT_LENGTH = 20_000
-"""Limit on the sum of the length bounds of all texts; engines create a rule for each character. Length bounds
-beyond the limit are omitted.
-"""
+"""Limit on the sum of the length bounds of all texts, because engines create a rule for each character.
+Further length bounds are omitted."""
 
 
 _HEX_DIGIT = Chars("0-9a-fA-F")
@@ -133,7 +131,7 @@ def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
 
 
 def _comma_separated_list(item: Grammar, least: int, most: int | None) -> Grammar:
-    """Return a comma-separated list of items."""
+    """Return the grammar of `least` to `most` items that commas separate."""
     if most == 0:
         return _EMPTY_TEXT
     most = None if most is None else max(most, least)
@@ -201,7 +199,7 @@ _COMMON_RULES: Mapping[str, Grammar] = {
 _ANNOTATION_KEYWORDS = frozenset(
     {"$ref", "$defs", "definitions", "title", "description", "default", "examples"}
 )
-"""Keywords that may stand beside a reference without changing its meaning."""
+"""Keywords beside a reference that do not change its meaning."""
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "required", "additionalProperties")
 _MERGED_KEYWORDS = frozenset({"properties", "patternProperties", "required", "allOf"})
 _CHOICE_KEYWORDS = frozenset({"anyOf", "oneOf"})
@@ -209,19 +207,22 @@ _ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems")
 
 
 def from_schema(schema: Mapping[str, Any]) -> str:
-    """Return the grammar's text with rule `root` for the schema. `schemas.check` must accept it first."""
+    """Return the text of the grammar for a schema, with the root rule `root`.
+
+    Call `schemas.check_schemas` first.
+    """
     return "\n".join(f"{name} ::= {to_text(part)}" for name, part in build_rules(schema).items())
 
 
 def build_rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
-    """Return the rules by name; raise InvalidInput if a limit is exceeded."""
+    """Return the grammar's rules by name. Raise InvalidInput if a limit is exceeded."""
     builder = _RuleBuilder(schema)
     builder.add("root", builder.grammar_of(schema))
     return builder.rules
 
 
 class _Contradiction(InvalidInput):
-    """The `const` and `enum` of the schema have no common value."""
+    """The `const` and `enum` keywords of a schema have no common value."""
 
     message = "response_format: the schema leaves no value that all of its `const` and `enum` name."
 
@@ -230,7 +231,7 @@ class _Contradiction(InvalidInput):
 
 
 class _RuleBuilder:
-    """Builds the rules for the parts of one schema, within the limits of this module."""
+    """Builds the rules of one schema within the limits of this module."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -266,7 +267,7 @@ class _RuleBuilder:
         return _quoted(Repetition(Reference("character"), least, None if most is None else max(most, least)))
 
     def grammar_of(self, part: Any) -> Grammar:
-        """Return the grammar of a schema or of a part of a schema; unsupported parts accept any value."""
+        """Return the grammar of a part of the schema. An unsupported part accepts any value."""
         self._steps += 1
         self._check_limits()
         if not isinstance(part, Mapping):
@@ -291,7 +292,7 @@ class _RuleBuilder:
         return self._type_rule(part, part.get("type"))
 
     def _choice_rule(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
-        """Return a choice of the options that are consistent with the sibling keywords."""
+        """Return the grammar of those options that do not contradict the keywords beside the choice."""
         alternatives: list[Grammar] = []
         for option in options:
             with contextlib.suppress(_Contradiction):
@@ -301,7 +302,7 @@ class _RuleBuilder:
         return Alternatives(tuple(alternatives))
 
     def _common_values(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
-        """Return the values that all lists contain."""
+        """Return the values that every list contains; raise _Contradiction if there are none."""
         first, *other_lists = [{_comparison_key(value): value for value in values} for values in lists]
         self._copied += sum(len(key) for values in (first, *other_lists) for key in values)
         self._check_limits()
@@ -345,7 +346,7 @@ class _RuleBuilder:
         return merged
 
     def _resolve_reference(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Resolve the schema's reference and merge the result with the keywords beside the reference."""
+        """Return the part to which the schema refers, merged with the keywords beside the reference."""
         if not isinstance(part.get("$ref"), str):
             return part
         target = schemas.resolve_reference(self._schema, part["$ref"])
@@ -400,7 +401,7 @@ class _RuleBuilder:
         return _enclosed("{", self._members_rule(members, extra_member), "}")
 
     def _extra_members_schema(self, part: Mapping[str, Any]) -> Any:
-        """Return the schema of members that are not in `properties`; False if such members are not allowed.
+        """Return the schema of members that `properties` does not name, False if they are not allowed.
 
         An object with named members has no others unless the schema permits them, because a small model would
         invent some. GBNF has no patterns of names, so a further member must fit all `patternProperties`.
@@ -417,9 +418,9 @@ class _RuleBuilder:
     def _members_rule(
         self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None
     ) -> Grammar:
-        """Return the grammar of an object's members, built from the last member to the first.
+        """Return the grammar of an object's members. It is built from the last member to the first.
 
-        Each step has two variants: `after_member` if another member precedes, `at_start` otherwise.
+        Each member has two variants: `after_member` if another member precedes it, `at_start` otherwise.
         """
         after_member: Grammar = (
             Repetition(Concatenation((_COMMA, extra_member))) if extra_member else _EMPTY_TEXT
@@ -472,7 +473,7 @@ def _allowed_value_lists(part: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _comparison_key(value: Any) -> str:
-    """Return a key that is equal for equal JSON values: 1 equals 1.0, but not true."""
+    """Return equal keys for equal JSON values: 1 equals 1.0, but not true."""
     is_whole = isinstance(value, float) and value.is_integer()
     return json.dumps(int(value) if is_whole else value, sort_keys=True)
 

@@ -1,8 +1,8 @@
-"""Execution of a generation: the calls to one engine, their options, time limits and replies.
+"""Text generation: the calls to one engine, their options, time limits and replies.
 
 The first piece of a stream must arrive within the request limit, each later piece within the stall limit
 (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`). A complete response is one piece, which saves work per
-token, so the request limit covers all of it. A disconnecting client cancels both kinds of calls.
+token, so the request limit covers all of it. If the client disconnects, the calls are cancelled.
 
 `docs/engines.md` and `docs/inference-fields.md` document each field of a call and a reply.
 """
@@ -44,24 +44,27 @@ from nodes.gateway.prefix_table import prompt_bytes, prompt_chain
 from nodes.gateway.request import InferenceRequest
 
 CACHED_TOKENS_METADATA = "localai-cached-tokens"
-"""Trailing metadata in which an engine may report the number of cached prompt tokens."""
+"""Name of the trailing metadata in which an engine may report the number of cached prompt tokens."""
 FINISH_REASON_METADATA = "localai-finish-reason"
-"""Trailing metadata in which an engine may report the finish reason."""
+"""Name of the trailing metadata in which an engine may report the finish reason."""
 STOP_WORD_METADATA = "localai-stop-word"
-"""Trailing metadata in which an engine may report the stop word that it found, as a JSON string."""
+"""Name of the trailing metadata in which an engine may report the stop word, as a JSON string."""
 _TOKEN_COUNT_PATTERN = re.compile("[0-9]{1,10}")
-"""The accepted form of a token count in trailing metadata."""
+"""Accepted form of a token count in trailing metadata."""
 _FINISH_REASONS = ("stop", "length", "tool_calls")
-"""The accepted finish reasons; clients handle no others."""
+"""Finish reasons that an engine may report. Clients handle no others."""
 SCHEMA_METADATA = "json_schema"
-"""Request metadata: the schema of which `Grammar` was compiled, for engines that read schemas themselves."""
+"""Name of the request metadata with the JSON schema of the answer.
+
+Engines that read schemas use it instead of the grammar compiled from it.
+"""
 _DEFAULT_OPTIONS: Mapping[str, float | int] = {
     "temperature": 0.9,
     "top_p": 0.95,
     "top_k": 40,
     "typical_p": 1.0,
 }
-"""The reference's values for options that neither the request nor the definition sets."""
+"""LocalAI's values of options that neither the request nor the definition sets."""
 _ENGINE_FIELD_BY_OPTION = {
     "temperature": "Temperature",
     "top_p": "TopP",
@@ -73,9 +76,10 @@ _ENGINE_FIELD_BY_OPTION = {
     "presence_penalty": "PresencePenalty",
     "max_tokens": "Tokens",
 }
+"""Field of an engine call for each numeric option."""
 _MAX_SEED = 2**31 - 1
 _RANDOM_SEED = -1
-"""The value for a random seed, in definitions and in requests; as in the reference."""
+"""Seed that means a random seed, in definitions and in requests."""
 _REQUEST_FIELD_BY_ERROR_PREFIX = {
     "Grammar": "response_format",
     "json_schema": "response_format",
@@ -88,11 +92,11 @@ _REQUEST_FIELD_BY_ERROR_PREFIX = {
     "Logprobs": "logprobs",
     "TopLogprobs": "top_logprobs",
 }
-"""Field names in requests, by the name with which an engine's error message may start."""
+"""Field of OpenAI's chat, by the engine's field name with which an error message may start."""
 
 
 class LogprobsUnsupported(InvalidInput):
-    """The model's engine cannot return log probabilities."""
+    """The engine of the model cannot return log probabilities."""
 
     message = "The model's engine does not tell log probabilities."
     code = "unsupported_by_backend"
@@ -101,7 +105,7 @@ class LogprobsUnsupported(InvalidInput):
 def sampling_options(
     sampling: Sampling, definition: Definition, request_id: str, seed: int
 ) -> PredictOptions:
-    """Return the options common to all calls of a request; `seed` is the default seed."""
+    """Return the options that all engine calls of a request share; `seed` is the default seed."""
     defaults = {**_DEFAULT_OPTIONS, "seed": seed, **definition.generation.defaults}
     options = PredictOptions(
         ModelIdentity=definition.model,
@@ -133,10 +137,7 @@ def sampling_options(
 
 
 def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int) -> PredictOptions:
-    """Return the options of the call number `answer` for this prompt.
-
-    Each call has a different seed.
-    """
+    """Return the options of engine call number `answer` for this prompt. Each call has another seed."""
     call = PredictOptions()
     call.CopyFrom(options)
     call.Seed = (options.Seed + answer) & _MAX_SEED
@@ -167,10 +168,10 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
 
 
 def rename_field(refusal: InvalidInput, generation: Generation) -> InvalidInput:
-    """Return the refusal with its field renamed to the client's name for it.
+    """Return an engine's refusal with the client's name for the refused field.
 
-    An engine's refusal concerns the field whose name begins the text of the refusal, otherwise the prompt,
-    which may be too long.
+    An engine's message may begin with the name of a field. Otherwise the refusal concerns the prompt, which
+    may be too long.
     """
     field = refusal.field
     if isinstance(refusal, Rejected):
@@ -182,10 +183,10 @@ def rename_field(refusal: InvalidInput, generation: Generation) -> InvalidInput:
 
 
 class ReplyReader:
-    """Converts the replies of one call into deltas, in order.
+    """Converts the replies of one engine call into deltas, in order.
 
-    An engine that parses its own output sends `chat_deltas`; from the first `chat_deltas` on, the raw text of
-    the replies is ignored. A character may be split across two replies.
+    An engine that parses its own output sends `chat_deltas`. After the first of them, the raw text of replies
+    is ignored. A character may be split across two replies.
     """
 
     def __init__(self, choice: int, sampling: Sampling, limit: int) -> None:
@@ -197,7 +198,7 @@ class ReplyReader:
         self._prompt = self._completion = 0
 
     def delta(self, reply: Reply) -> TextDelta | None:
-        """Return the new content of the reply; None if it has no new content."""
+        """Return the new content of a reply; None if there is none."""
         self._prompt = max(self._prompt, reply.prompt_tokens)
         self._completion = max(self._completion, reply.tokens)
         self._is_parsed = self._is_parsed or bool(reply.chat_deltas)
@@ -222,7 +223,7 @@ class ReplyReader:
         return TextDelta(self._choice, text, reasoning, tools, logprobs)
 
     def last(self, cached: str = "", finish: str = "", stop_word: str = "") -> TextDelta:
-        """Return the choice's final delta: finish reason, stop word and usage as the engine reported them."""
+        """Return the final delta of the choice: finish reason, stop word and token usage."""
         text = "" if self._is_parsed else self._decoder.decode(b"", final=True)
         cached_count = min(int(cached), self._prompt) if _TOKEN_COUNT_PATTERN.fullmatch(cached) else None
         usage = Usage(self._prompt, self._completion, cached_count)
@@ -243,7 +244,7 @@ class ReplyReader:
 
 
 def _parse_json_string(text: str) -> str:
-    """Return the value of a JSON string; "" for any other JSON or text."""
+    """Return the value of a JSON string; "" if the text is anything else."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -252,7 +253,7 @@ def _parse_json_string(text: str) -> str:
 
 
 def _parse_logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
-    """Parse log probabilities in OpenAI's form, as the contract specifies; skip everything else."""
+    """Parse an engine's log probabilities in OpenAI's form. Skip entries of another form."""
     try:
         document = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -265,7 +266,7 @@ def _parse_logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
 
 
 def _parse_tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield each token of a list, without its alternatives, and the entry as the engine sent it."""
+    """Yield each token of a list without its alternatives, and the engine's entry for it."""
     for entry in listed if isinstance(listed, list) else ():
         if not isinstance(entry, dict) or "token" not in entry:
             continue
@@ -284,7 +285,7 @@ _TIMEOUT_MESSAGE = (
 
 
 async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
-    """Return the deltas of a complete response, generated by one replica."""
+    """Return all deltas of a response from one replica."""
     try:
         calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
@@ -296,7 +297,7 @@ async def generate(request: InferenceRequest, generation: Generation) -> list[Te
 
 
 async def stream(request: InferenceRequest, generation: Generation) -> AsyncGenerator[TextDelta, None]:
-    """Yield the deltas of a response. After the caller sets `request.begun`, no other replica is tried."""
+    """Yield the deltas of a response. No other replica is tried after the caller sets `request.has_begun`."""
     try:
         calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
@@ -310,7 +311,7 @@ async def stream(request: InferenceRequest, generation: Generation) -> AsyncGene
 
 
 async def _prepare_calls(request: InferenceRequest, generation: Generation) -> "_EngineCalls":
-    """Find the model's definition and render the prompts, once for all attempts."""
+    """Find the model's definition and render the prompts. All attempts use the result."""
     definition = await find_definition(generation.model)
     request.model = definition.name
     prompts = [
@@ -327,7 +328,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
-    """Return the conversation with the definition's system prompt and template, if it has them."""
+    """Add the definition's system prompt and render its template, if the definition has them."""
     system, template = definition.generation.system, definition.generation.template
     if system and all(message.role not in _SYSTEM_ROLES for message in prompt.messages):
         messages = (ConversationMessage("system", system), *prompt.messages)
@@ -344,10 +345,7 @@ async def render_template(definition: Definition, prompt: Conversation) -> Conve
 async def _decode_prompt(
     engine: BackendClient, prompt: Prompt, request: InferenceRequest
 ) -> Conversation | str:
-    """Return the prompt in a form that engines accept.
-
-    Engines have no field for token ids, so the engine decodes the ids first.
-    """
+    """Return the prompt in a form that engines accept; the engine itself decodes token ids."""
     if not isinstance(prompt, tuple):
         return prompt
     remaining = request.deadline - clock.monotonic()
@@ -355,7 +353,7 @@ async def _decode_prompt(
 
 
 class _EngineCalls:
-    """The engine calls of one request; each attempt makes all of them on one engine."""
+    """The engine calls of one request. Each attempt makes all calls on one engine."""
 
     def __init__(
         self,
@@ -372,7 +370,7 @@ class _EngineCalls:
         self._first_at: float | None = None
 
     async def start(self, engine: BackendClient) -> AsyncGenerator[TextDelta, None]:
-        """Return the deltas of all choices from this engine; the first failure cancels the other choices."""
+        """Return the deltas of all choices. The first failure cancels the other choices."""
         texts = [await _decode_prompt(engine, prompt, self._request) for prompt in self._prompts]
         self._called_at, self._first_at = clock.monotonic(), None
         choices = [
@@ -410,9 +408,9 @@ class _EngineCalls:
         yield self._end_choice(reader.last(*trailing))
 
     def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:
-        """Record the start of the response.
+        """Record the time at which the response began.
 
-        The start is the first piece, or the end of prompt processing if the engine reports it.
+        It is the time of the first piece, or the end of the prompt's processing if the engine reports it.
         """
         if self._first_at is not None:
             return
@@ -427,7 +425,7 @@ class _EngineCalls:
             self._first_at = self._called_at + (min(prompt, now - self._called_at) if prompt > 0 else 0.0)
 
     def _end_choice(self, last: TextDelta) -> TextDelta:
-        """Return the last delta of a choice, with the durations of the response added."""
+        """Add the durations of the response to the last delta of a choice, and count its tokens."""
         if last.usage is not None:
             metrics.tokens_used(
                 self._request.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
@@ -442,7 +440,7 @@ class _EngineCalls:
 async def _merge_choices(
     choices: Sequence[AsyncGenerator[TextDelta, None]],
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield the deltas of several choices, up to `CONCURRENT_CHOICES` at a time.
+    """Yield the deltas of all choices, which run up to `CONCURRENT_CHOICES` at a time.
 
     The first failure ends all choices.
     """

@@ -38,12 +38,13 @@ from nodes.replicas import statements, terminations
 logger = logging.getLogger(__name__)
 
 CONFIRMATION_SECONDS = 60.0
-"""Seconds for which a confirmation of a key stays valid."""
+"""Seconds for which a confirmed key counts as confirmed."""
 MAX_CONFIRMED_KEYS = 10_000
+"""Maximum number of keys in `ConfirmedKeys`; beyond it the set is cleared."""
 
 
 class ConfirmedKeys:
-    """API keys that the database confirmed recently, with the time of their last confirmation.
+    """API keys that the database confirmed recently, with the times of confirmation.
 
     The set does not authenticate. It only decides how much of a body is read before the statement that picks
     a replica checks the key again. A change of a key or user clears the set (NOTIFY). After a lost NOTIFY the
@@ -58,13 +59,13 @@ class ConfirmedKeys:
         return confirmed_at is not None and clock.monotonic() - confirmed_at < CONFIRMATION_SECONDS
 
     def add(self, key_hash: str) -> None:
-        """Record that the key is valid now."""
+        """Record that the key was valid just now."""
         if len(self._confirmed_at) >= MAX_CONFIRMED_KEYS and key_hash not in self._confirmed_at:
             self._confirmed_at.clear()
         self._confirmed_at[key_hash] = clock.monotonic()
 
     def discard(self, key_hash: str) -> None:
-        """Remove a key that the database reported as invalid."""
+        """Remove a key that is not valid."""
         self._confirmed_at.pop(key_hash, None)
 
     def clear(self) -> None:
@@ -81,27 +82,27 @@ _RETRYABLE_ERRORS = (
 )
 _STATEMENT_ATTEMPTS = 3
 RELEASE_DELAY_SECONDS = 0.005
-"""Seconds that a release waits for other releases that can share its statement."""
+"""Seconds for which a release waits for more releases to share one statement."""
 MIN_CROWDED_PICKS = 4
-"""Number of picks in one statement from which on the next statement waits for more picks."""
+"""Number of picks in one statement after which the next statement waits for more picks."""
 CROWD_DELAY_SECONDS = 0.003
-"""Seconds for which the next statement waits for more picks."""
+"""Seconds for which a statement waits for more picks if there are many."""
 
 
 PrefixWeights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
-"""Returns the prefix weight of each replica of a model, by node and index (R3.12)."""
+"""Returns the prefix weight of each replica of a model, with its node and index (R3.12)."""
 
 
 def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
-    """Return no weights: picks ignore prefixes."""
+    """Return no weights, so that picks ignore prefixes."""
     return ()
 
 
 class _StatementBatch:
-    """The requests of one statement, its document, and the numbers that identify picks in the result.
+    """The picks and releases of one statement, as the document that the statement reads.
 
-    Equal pick requests have one number, `ask`. If a rule routes without prefixes, the picks of one scope
-    (model and allowed nodes) are distributed together, under the number of the scope, which is below 0.
+    `ask` numbers the distinct pick requests. If a rule routes without prefixes, the picks of one scope (model
+    and allowed nodes) are distributed together; the number of a scope is below 0.
     """
 
     def __init__(self, requests: list[InferenceRequest], released: Counter[UUID]) -> None:
@@ -123,7 +124,7 @@ class _StatementBatch:
             self.numbers.append((ask,) if pick_request.cached_ratio is None else (ask, scope))
 
     def document(self, weights: PrefixWeights) -> dict[str, Any]:
-        """Return the statement's document, with the prefix weights if any pick has a prompt."""
+        """Return the document for the statement, with prefix weights if a pick has a prompt."""
         pick_requests = list(self._asks)
         document = {
             "keys": list({request.key_hash for request in self.requests if request.key_hash}),
@@ -162,7 +163,7 @@ class _StatementBatch:
 
 
 class Picker:
-    """Picks and releases of one web process. Bound to one event loop."""
+    """Picks and releases replicas for one web process. Bound to one event loop."""
 
     def __init__(
         self, pool: Pool, connection: DedicatedConnection, weights: PrefixWeights = no_weights
@@ -187,10 +188,10 @@ class Picker:
         self._delayed: asyncio.TimerHandle | None = None
 
     async def acquire(self, request: InferenceRequest) -> Replica | None:
-        """Pick a replica of the request's model and count the request; return None if no replica is loaded.
+        """Pick a replica of the request's model and count the request. Return None if no replica is loaded.
 
-        The same statement confirms the request's API key and sets its principal; without a model it does
-        nothing else. Raises WrongKey for an invalid key, Unavailable if the database is unreachable.
+        The same statement confirms the request's API key and sets its principal. For a request without a
+        model it only confirms the key. Raise WrongKey for an invalid key, Unavailable without a database.
         """
         started_at, outcome, picked = clock.monotonic(), "failed", request.begin_pick()
         self._waiting.append(request)
@@ -213,7 +214,7 @@ class Picker:
         return request.replica
 
     def release(self, replica: Replica) -> None:
-        """Stop counting one request. Never waits and never raises, so every code path can call it (R2.73)."""
+        """Stop counting one request on the replica (R2.73). It neither waits nor raises."""
         if self._held[replica.id] <= 1:
             del self._held[replica.id]
         else:
@@ -222,7 +223,7 @@ class Picker:
         self._wake_soon()
 
     async def settle(self) -> None:
-        """Create or renew this process's row and set its counts in the database to those in memory."""
+        """Create or renew this process's row. Set its in-flight counts to those in memory."""
         self._unsettled = True
         self._wake()
         await self.wait_until_idle()
@@ -230,20 +231,20 @@ class Picker:
             raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
 
     async def exclude(self, replica: Replica, *, has_wrong_model: bool = False) -> bool:
-        """Exclude a replica that failed to serve from further picks; return True if it was in the picks.
+        """Exclude a replica that failed to serve from picks. Return True if it was not excluded before.
 
-        Only the picked row is excluded, not a later row of the same slot. `has_wrong_model`: the engine
-        responds, but has another model or none.
+        Only the picked row is excluded, not a later row of the same slot. `has_wrong_model` is true if the
+        engine responds but has another model or none.
         """
         reason = PhaseReason.WRONG_MODEL if has_wrong_model else PhaseReason.LOST
         return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
 
     async def renew(self) -> bool:
-        """Renew this process's row; return False if the row no longer exists."""
+        """Renew the heartbeat of this process's row. Return False if the row no longer exists."""
         return await self._pool.run(statements.RENEW, self._process_parameters()) == 1
 
     async def report_counts(self) -> None:
-        """Write the counts for models since the last report; never raises.
+        """Write the request counts of models since the last report. Errors are logged.
 
         A failed report is not repeated, because it may have been written.
         """
@@ -253,7 +254,7 @@ class Picker:
             logger.info("Figures of some seconds are lost: %s", error)
 
     async def unregister(self) -> None:
-        """Release all requests and remove this process's row, when the process stops."""
+        """Release all requests and remove this process's row, because the process stops."""
         await self.wait_until_idle()
         self._cancel_delayed()
         self._released.clear()
@@ -268,7 +269,7 @@ class Picker:
             await asyncio.wait([self._task])
 
     def in_flight(self) -> int:
-        """Return the number of requests that run in this process now."""
+        """Return the number of running requests in this process."""
         return self._held.total()
 
     def _process_parameters(self) -> Parameters:
@@ -316,7 +317,7 @@ class Picker:
             _fail_pick(request, error)
 
     async def _run_statement(self) -> int:
-        """Run one statement for all that wait; return the number of its picks."""
+        """Run one statement for all waiting picks and releases. Return the number of picks."""
         if self._unsettled:
             await self._settle_counts()
         requests, self._waiting = (
@@ -405,13 +406,16 @@ def _fail_pick(request: InferenceRequest, error: Exception) -> None:
 
 
 HEARTBEATS_PER_SILENCE_LIMIT = 3
-"""Number of renewals of the row per silence limit."""
+"""Number of heartbeats of a process within the time after which it counts as dead."""
 HEARTBEATS_PER_SETTLEMENT = 12
-"""Number of heartbeats between two settlements of the counts; a statement may outlive its connection."""
+"""Number of heartbeats between two settlements of the counts.
+
+A statement may take effect after its connection was lost, so the counts can differ.
+"""
 
 
 class ProcessHeartbeat:
-    """Renews the row of one web process."""
+    """Renews the database row of one web process periodically."""
 
     def __init__(self, picker: Picker, silence_limit: float) -> None:
         self._picker = picker
@@ -419,12 +423,12 @@ class ProcessHeartbeat:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Register the process; if the database is unreachable, the registration happens later."""
+        """Register the process. If the database is unreachable, a later heartbeat registers it."""
         await self._register()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Release all requests and remove the row."""
+        """Release all requests and remove the process's row."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -14,32 +14,35 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web.wire import field_error
 
 MAX_SCHEMA_PARTS = 10_000
-"""Limit on the parts of all schemas of a request, counted again at every reference. Values of an `enum`
-count, and so do the items that a list must or may have: an engine creates rules for each of them.
+"""Maximum number of parts in all schemas of a request. A part counts at every reference to it.
+
+Values of an `enum` count, and so do the items that a list must or may have: an engine creates rules for each
+of them.
 """
 MAX_SCHEMA_DEPTH = 128
-"""Limit on the nesting depth of a schema, including references: readers of a schema recurse per level."""
+"""Maximum nesting depth of a schema, with references resolved. Readers of a schema recurse per level."""
 MAX_REFERENCE_LENGTH = 512
-"""Limit on the characters of a reference: it is resolved again at each step that reaches it."""
+"""Maximum number of characters of a reference, because it is resolved each time that it is reached."""
 _SKIPPED_KEYWORDS = frozenset({"$defs", "definitions", "enum", "const", "default"})
-"""Skipped keywords: their values are not schemas but may look like references. Definitions count where they
-are referenced.
+"""Keywords whose values are not checked.
+
+Some are no schemas but may look like references. Definitions are checked where they are referenced.
 """
 _SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas")
-"""Keywords whose values map names to schemas; the client chooses the names, which may equal a name in
-`_SKIPPED_KEYWORDS`.
-"""
+"""Keywords whose values map names to schemas. The client chooses the names, so a name may be in
+`_SKIPPED_KEYWORDS`."""
 
 
 MAX_GRAMMAR_LENGTH = 256 * 1024
-"""Limit on the characters of a grammar."""
+"""Maximum number of characters of a grammar."""
 MAX_GRAMMAR_DEPTH = 128
-"""Limit on the nesting depth of parentheses in a grammar."""
+"""Maximum nesting depth of parentheses in a grammar."""
 # Literals, character classes and comments, whose parentheses are only characters. An unclosed one extends to
 # the end, where engines refuse it; a pattern that backtracked to the next character would take minutes.
 _LITERAL_OR_COMMENT_PATTERN = re.compile(
     r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL
 )
+"""Parts of a grammar in which a parenthesis has no meaning: texts, classes and comments."""
 
 
 def check_grammar(grammar: str) -> None:
@@ -59,7 +62,7 @@ def check_grammar(grammar: str) -> None:
 
 
 def check_schemas(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:
-    """Raise InvalidInput, with the schema's field, unless every reference resolves and none is recursive."""
+    """Raise InvalidInput with the schema's field unless every reference resolves and none is recursive."""
     steps = 0.0
     for schema, field in schemas:
         # Each entry is a part of the schema, the references on the path to it, and its depth.
@@ -96,7 +99,7 @@ def _count_parts(part: Any) -> float:
 
 
 def _subschemas(part: Any) -> Iterator[Any]:
-    """Yield the subschemas of a part, and lists of subschemas."""
+    """Yield the subschemas of a part of a schema, and lists of subschemas."""
     if isinstance(part, list):
         yield from (inner for inner in part if isinstance(inner, dict | list))
         return
@@ -121,7 +124,7 @@ def _require_reference(
 
 
 def resolve_reference(schema: Mapping[str, Any], reference: str) -> Any:
-    """Return the part of the schema for a reference such as `#/$defs/city`; None if it does not exist."""
+    """Return the part to which a reference such as `#/$defs/city` refers; None if it does not exist."""
     target: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

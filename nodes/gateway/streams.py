@@ -24,17 +24,17 @@ from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelt
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
 KEEP_ALIVE_SECONDS = 5.0
-"""Seconds of silence after which a keep-alive is sent."""
+"""Seconds without a byte to the client after which a keep-alive is sent."""
 STOPPING_MESSAGE = "this web process is stopping"
 # Proxies must not buffer the pieces.
 _STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 StoreResponse = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
-"""Stores all deltas of a response before the client gets the last delta."""
+"""Stores the deltas of a response before the client gets the last delta."""
 
 
 class EventStream:
-    """One streamed response; `play` reads its deltas and sends them."""
+    """One streamed response; `play` reads its deltas and sends the events."""
 
     def __init__(
         self, request: InferenceRequest, rendering: StreamFormat, deltas: AsyncGenerator[TextDelta, None]
@@ -49,9 +49,9 @@ class EventStream:
         self._producer: asyncio.Future[None] | None = None
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the events; return the final status and the last piece of the body.
+        """Send the events. Return the final status and the last piece of the body.
 
-        Raises errors before the first byte, and Disconnected when the client stops reading.
+        Raise an error that occurs before the first byte. Raise Disconnected if the client stops reading.
         """
         producer = self._producer = asyncio.ensure_future(self._read_deltas())
         # Also if it is cancelled before its first step.
@@ -79,7 +79,7 @@ class EventStream:
         return 200, last + self._rendering.done
 
     async def _check_end(self, producer: "asyncio.Future[None]") -> None:
-        """Raise the error with which the production of deltas has ended, if there was an error."""
+        """Raise the error with which the reading of deltas ended, if any."""
         try:
             await producer
         except asyncio.CancelledError:
@@ -88,7 +88,7 @@ class EventStream:
             raise
 
     def stop(self) -> None:
-        """End the response now with an error."""
+        """End the response with an error, because the process stops."""
         if self._producer is not None:
             self._is_stopped = True
             self._producer.cancel()
@@ -108,22 +108,22 @@ class EventStream:
             self._pipe.close()
 
     def _end_production(self, producer: "asyncio.Future[None]") -> None:
-        """Close the pipe.
+        """Close the pipe after the last delta.
 
-        The exception is read so that asyncio logs nothing if the client has left.
+        The exception is read so that asyncio does not log it if the client has left.
         """
         self._pipe.close()
         _ = producer.cancelled() or producer.exception()
 
     def _check_silence(self) -> None:
-        """Wake the sender if nothing has been sent for `KEEP_ALIVE_SECONDS`; schedule the next check."""
+        """Wake the sender if nothing was sent for `KEEP_ALIVE_SECONDS`. Schedule the next check."""
         if self._is_quiet:
             self._pipe.wake_reader()
         self._is_quiet = True
         self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._check_silence)
 
     async def _send_deltas(self, client: Outgoing) -> bytes:
-        """Send deltas until their production has ended or failed; return the events of the last deltas."""
+        """Send deltas until there are no more. Return the events of the last deltas."""
         while True:
             deltas = await self._pipe.take()
             is_last = self._pipe.ended
@@ -140,7 +140,7 @@ class EventStream:
                 await self._keep_alive(client)
 
     async def _keep_alive(self, client: Outgoing) -> None:
-        """Send a keep-alive if a replica is working; before that, an error still sets the status."""
+        """Send a keep-alive if a replica is working. Before that, an error can still set the status."""
         if not self._has_started and (
             self._request.replica is None or self._quiet_replica != self._request.replica
         ):
@@ -160,7 +160,7 @@ _open_streams: set[EventStream] = set()
 
 
 def stop_all_streams() -> None:
-    """End the streams of this process with an error event, because it is about to stop."""
+    """End all event streams of this process with an error event, because the process stops."""
     for stream in list(_open_streams):
         stream.stop()
 
@@ -169,7 +169,7 @@ PIECE_BYTES = 256 * 1024
 
 
 class FileAnswer:
-    """A file as the response. The file is closed when it has been sent or when sending has failed."""
+    """A response whose body is a file. The file is closed after it is sent or sending fails."""
 
     def __init__(self, file: IO[bytes], kind: bytes, headers: tuple[Header, ...] = ()) -> None:
         self._file = file
@@ -189,7 +189,7 @@ class FileAnswer:
 async def respond(
     request: InferenceRequest, dialect: Dialect, head: Head, keep: StoreResponse | None = None
 ) -> Answer | EventStream:
-    """Return the answer to a parsed request."""
+    """Return the response to a parsed request, complete or streamed."""
     request.body = b""  # it may be large, and generation takes long
     if head.generation.stream:
         deltas = generate.stream(request, head.generation)
@@ -215,14 +215,14 @@ async def _store_at_end(
 
 
 class ByteStream:
-    """Bytes that are sent while they are produced. `headers` is called at the first piece."""
+    """A response whose bytes are sent while they are produced. `headers` is called at the first piece."""
 
     def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Callable[[], list[Header]]) -> None:
         self._pieces = pieces
         self._headers = headers
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the bytes; return the status and an empty last piece.
+        """Send the bytes. Return the status and an empty last piece.
 
         Before the first byte every error is raised. After the first byte an error raises Disconnected, which
         ends the response early.

@@ -34,16 +34,18 @@ from nodes.gateway.template_process import (
 )
 
 CPU_LIMIT_SECONDS = 5.0
-"""Limit on the CPU seconds of one prompt."""
+"""Maximum CPU seconds for rendering one prompt."""
 MAX_WAIT_SECONDS = 30.0
-"""Seconds until a process that does not reply is killed; it may be stopped, or the machine is busy."""
+"""Seconds after which a process that does not reply is killed. It may be stopped, or the machine is busy."""
 MEMORY_LIMIT_BYTES = 768 * 1024 * 1024
-"""Limit on a process's address space in bytes; Python itself needs about 40 MB."""
+"""Maximum address space of a process in bytes. Python itself needs about 40 MB."""
 MAX_PROCESSES = 4
+"""Maximum number of processes that render templates."""
 _PIECE_BYTES = 64 * 1024
 _ENVIRONMENT_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", MARK_VARIABLE)
-"""Environment variables that Python needs to start and the reaper needs to identify its children; processes
-get no secrets.
+"""Environment variables that a process gets. Secrets are not among them.
+
+Python needs them to start, and the process reaper to identify its children.
 """
 
 
@@ -58,18 +60,18 @@ class _ProcessEnded(Exception):
 
 
 class _ProcessSilent(Exception):
-    """The process neither replied nor ended in time."""
+    """The process did not reply in time."""
 
 
 def has_tools(source: str) -> bool:
-    """Return True if the template renders tools."""
+    """Return True if the chat template uses the tools of a request."""
     return "tools" in source
 
 
 async def render(source: str, conversation: Conversation) -> str:
-    """Return the prompt that the template renders.
+    """Return the prompt that the chat template renders for a conversation.
 
-    Raises InvalidInput if the template refuses the messages or its output is too long, TemplateUnusable for
+    Raise InvalidInput if the template refuses the messages or the prompt is too long, TemplateUnusable for
     any other failure.
     """
     return await asyncio.get_running_loop().run_in_executor(
@@ -79,7 +81,7 @@ async def render(source: str, conversation: Conversation) -> str:
 
 @lru_cache(maxsize=1)
 def _thread_pool() -> ThreadPoolExecutor:
-    """Return the executor whose threads wait for the processes."""
+    """Return the executor whose threads wait for processes."""
     return ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="templates")
 
 
@@ -119,18 +121,18 @@ def _template_message(utterance: ConversationMessage) -> Mapping[str, Any]:
 
 
 _idle_processes: "list[_TemplateProcess]" = []
-"""Idle processes; appending and popping are atomic."""
+"""Processes without a request; appending and popping are atomic."""
 
 
 @atexit.register
 def _end_idle_processes() -> None:
-    """End the processes when the web process exits; processes also end when their input closes."""
+    """End the idle processes when the web process exits. Busy processes end when their input closes."""
     while _idle_processes:
         _idle_processes.pop().end()
 
 
 def _send_request(request: bytes) -> tuple[int, str]:
-    """Send the request to an idle process, or to a new one if none is idle or the idle one was terminated."""
+    """Send the request to an idle process. Start a process if none is idle or the idle process has ended."""
     try:
         process = _idle_processes.pop()
     except IndexError:
@@ -142,7 +144,7 @@ def _send_request(request: bytes) -> tuple[int, str]:
 
 
 def _run_in_process(process: "_TemplateProcess", request: bytes) -> tuple[int, str]:
-    """Return the process's result and text; a process that continues is put back into the idle list."""
+    """Return the result code and the text. A process that can be used again becomes idle."""
     try:
         is_last, result, text = process.exchange(request)
     except BaseException as error:
@@ -157,7 +159,7 @@ def _run_in_process(process: "_TemplateProcess", request: bytes) -> tuple[int, s
 
 
 class _TemplateProcess:
-    """One process that runs templates, used by one thread at a time."""
+    """A process that renders templates, used by one thread at a time."""
 
     def __init__(self) -> None:
         self._child = subprocess.Popen(
@@ -175,7 +177,7 @@ class _TemplateProcess:
         os.set_blocking(self._input, False)
 
     def exchange(self, request: bytes) -> tuple[bool, int, bytes]:
-        """Send a request and return the reply; raise _ProcessEnded or _ProcessSilent if there is none."""
+        """Send a request and return the reply. Raise _ProcessEnded or _ProcessSilent without a reply."""
         deadline = clock.monotonic() + MAX_WAIT_SECONDS
         remaining = memoryview(REQUEST_HEADER.pack(len(request)) + request)
         while remaining:
@@ -201,7 +203,7 @@ class _TemplateProcess:
         return b"".join(pieces)
 
     def end(self) -> int:
-        """End the process if it still runs; return its exit code, or the negative number of a signal."""
+        """Kill the process. Return its exit code, or the negative number of a signal."""
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 pipe.close()
@@ -210,7 +212,7 @@ class _TemplateProcess:
 
 
 def _wait_until_ready(file: int, event: int, deadline: float) -> None:
-    """Wait until the pipe is ready; raise _ProcessSilent after the deadline."""
+    """Wait until the pipe can be read or written; raise _ProcessSilent after the deadline."""
     poll = select.poll()
     poll.register(file, event)
     if not poll.poll(max(0.0, deadline - clock.monotonic()) * 1000):

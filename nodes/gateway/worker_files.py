@@ -2,7 +2,8 @@
 
 Engines read and write files on their own machine: an input is stored there before the call, and an output is
 fetched from the path that the worker allotted for it. Neither the protocol nor a stock worker can delete
-files, so the files are truncated to 0 bytes when the request ends. Only the registered address is dialled.
+files, so the files are truncated to 0 bytes when the request ends. Only the node's registered address is
+used.
 """
 
 import asyncio
@@ -30,32 +31,34 @@ from nodes.registry.dial_targets import HttpServer, client_of
 logger = logging.getLogger(__name__)
 
 FILES_ROUTE = "/v1/files/"
+"""Path of the worker's routes for files."""
 INPUT_FOLDER = "ephemeral/inputs"
+"""Folder of a request's input files on the worker."""
 PIECE_BYTES = 256 * 1024
 MAX_OUTPUT_BYTES = 256 * 1024 * 1024
-"""Limit on the bytes that an engine may write for one request."""
+"""Maximum bytes that an engine may write for one request."""
 TRUNCATE_TIMEOUT_SECONDS = 10.0
-"""Time limit in seconds for truncating the files of a request to 0 bytes."""
+"""Time limit for truncating the files of a request."""
 _MAX_ANSWER_LENGTH = 64 * 1024
 _WORKER_NAME = "the worker of the model's node"
-"""Text for the worker in messages to callers who may not see nodes."""
+"""Name of the worker in messages to callers who may not see nodes."""
 _NO_FILES_MESSAGE = "takes and gives no files right now"
 
 
 class FilesUnavailable(BackendError, Unavailable):
-    """The worker of the replica takes or gives no files right now."""
+    """The worker of the replica does not accept or provide files at present."""
 
     code = "worker_files_unavailable"
 
 
 class _UnavailableBeforeCall(FilesUnavailable):
-    """The worker's files are unavailable before the engine was called; another replica may succeed."""
+    """The worker's files were unavailable before the engine was called. Another replica may succeed."""
 
     repeatable = True
 
 
 class _FileLocation(msgspec.Struct):
-    """The response of a worker: the path of the file on the worker."""
+    """The worker's response to a stored file: the path of the file on the worker."""
 
     local_path: str
 
@@ -64,7 +67,7 @@ _truncating_tasks: set["asyncio.Task[None]"] = set()
 
 
 class WorkerFiles:
-    """The files of one request, created by `open_files`. Every transfer must finish by `deadline`."""
+    """Files of one request on a worker, opened by `open_files`. Transfers must end by `deadline`."""
 
     def __init__(
         self, server: HttpServer, client: httpx.AsyncClient, deadline: float, *, shows_node: bool = False
@@ -78,20 +81,20 @@ class WorkerFiles:
         self._keys: list[str] = []
 
     async def put(self, name: str, file: IO[bytes], size: int) -> str:
-        """Upload a file; return its path on the worker. `name` must be a valid file name."""
+        """Upload a file. Return its path on the worker. `name` must be a valid file name."""
         key = f"{self._folder}/{name}"
         self._keys.append(key)
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
         return self._path(await self._request_body("PUT", key, headers=headers, content=_read_pieces(file)))
 
     async def temp(self) -> str:
-        """Create an empty file on the worker; return its path on the worker."""
+        """Create an empty file on the worker. Return its path on the worker."""
         path = self._path(await self._request_body("POST", "temp"))
         self._keys.append(_base_name(path))
         return path
 
     async def fetch(self, path: str) -> IO[bytes]:
-        """Download a file created by `temp` into an unnamed temporary file, positioned at its beginning."""
+        """Download a file that `temp` created. Return an unnamed temporary file, positioned at its start."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
         try:
             async with self._request("GET", _base_name(path), FilesUnavailable) as response:
@@ -134,7 +137,7 @@ class WorkerFiles:
     async def _request(
         self, method: str, key: str, failure: type[FilesUnavailable], **options: Any
     ) -> AsyncIterator[httpx.Response]:
-        """Yield the response of status 200; raise `failure` for any other status or a connection error."""
+        """Send a request; yield a response with status 200. Raise `failure` for any other outcome."""
         try:
             async with (
                 asyncio.timeout(self._deadline - clock.monotonic()),
@@ -163,7 +166,7 @@ class WorkerFiles:
 
 @asynccontextmanager
 async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
-    """Provide files on the worker of the picked replica; afterwards truncate them in the background."""
+    """Yield access to files on the picked replica's worker; truncate them afterwards, in the background."""
     assert request.replica is not None
     node_id, shows_node = request.replica.node_id, may_see_nodes(request.principal)
     try:

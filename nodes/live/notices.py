@@ -1,7 +1,7 @@
 """Notices about the cluster itself, which every page shows.
 
-Each has a stable id, a text that names the problem, and a hint for its repair. Pure: the functions convert
-facts to texts.
+Each notice has a stable id, a text that names the problem, and a hint how to repair it. Pure: the functions
+convert facts to notices.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _SILENCE_LIMIT = timedelta(seconds=SILENT_AFTER)
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Facts from which the notices follow.
+    """Facts about the cluster that determine the notices.
 
     `readable_since` is the end of the last database outage, or None: a controller that wrote nothing during
     an outage is not silent.
@@ -34,19 +34,19 @@ class ClusterFacts:
     weak_nodes: int
     readable_since: datetime | None = None
     skewed_nodes: int = 0
-    """Number of nodes whose worker has another version than this server, including stock workers."""
+    """Number of nodes whose worker is a stock worker or has another version than this server."""
     tasks_wait_since: datetime | None = None
-    """Time since which the oldest due task waits for a task worker; None if no task waits."""
+    """Time since which the oldest due task has waited for a task process; None if no task waits."""
     redis_away: bool = False
     mass_hold: CurrentHold | None = None
-    """Current mass-disruption hold, or None."""
+    """The active mass-disruption hold, or None."""
     disk: DiskUsage | None = None
-    """The disk of the server's data folder; None if it has not been read."""
+    """Usage of the disk with the server's data folder; None before the first reading."""
 
 
 @dataclass(frozen=True)
 class NoticeSettings:
-    """Settings from which notices follow."""
+    """Settings that determine the notices."""
 
     registration_token: str
     api_keys: tuple[str, ...]
@@ -59,7 +59,7 @@ def _make_notice(name: str, level: str, text: str, hint: str) -> Notice:
 
 
 def database_notice(as_of: datetime | None) -> Notice:
-    """Return the notice that the database cannot be read and the pages show old data."""
+    """Return the notice that the database is unreachable and pages show data of the time `as_of`."""
     age = f"data last updated at {as_of:%H:%M:%S} UTC" if as_of else "no data available yet"
     return _make_notice(
         "database-unreachable",
@@ -70,7 +70,7 @@ def database_notice(as_of: datetime | None) -> Notice:
 
 
 def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime) -> list[Notice]:
-    """Return all notices, the worst first."""
+    """Return all current notices, the most severe first."""
     return [
         *disk_notices(facts.disk),
         *_controller_notices(facts, now),
@@ -84,7 +84,7 @@ def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime)
 
 
 def disk_notices(usage: DiskUsage | None) -> list[Notice]:
-    """Return a notice if the disk of the data folder is full. This does not depend on the database."""
+    """Return a notice if the disk of the data folder is full. It does not depend on the database."""
     if usage is None or not usage.is_full:
         return []
     text = f"The disk of the server's data folder is full: {usage}."

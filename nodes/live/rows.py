@@ -1,4 +1,4 @@
-"""All nodes as the pages show them, from one snapshot and the same few queries for any number of nodes.
+"""All nodes in the form of the live feed, from one snapshot with a constant number of queries.
 
 The feed reads the nodes every second while there are watchers, and most nodes have not changed. So a node is
 kept as the raw values of the queries, which compare at the speed of C. Only changed nodes are rendered in the
@@ -30,13 +30,13 @@ _STATUS_COLUMNS: Mapping[str, Combinable] = {
     "offline": fact_column("offline_at", "offline_by", "offline_reason"),
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
-"""Columns by status. The live feed shows them only as the node's `reason` and `since`."""
+"""Columns by status, from which a node's `reason` and `since` follow."""
 _GPU_COLUMNS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
-"""Columns of the key `gpus`, which also shows the bytes that loads have reserved on each GPU."""
+"""Columns for the key `gpus`, which also has the bytes that loads have reserved on each GPU."""
 
 
 class _OrderedJson(Aggregate):
-    """Aggregates a group to one JSON text in a fixed order, so that equal groups have equal texts."""
+    """SQL aggregate of a group as one JSON text in a fixed order, so that equal groups have equal texts."""
 
     function = "jsonb_agg"
     output_field = TextField()
@@ -51,7 +51,7 @@ class _NamedRowsJson(_OrderedJson):
 
 
 class RawNode(NamedTuple):
-    """The values of one node as the queries return them; texts are JSON, "" for none."""
+    """The values of one node as the queries return them. Texts are JSON, "" for none."""
 
     columns: tuple[Any, ...]
     labels: str
@@ -62,7 +62,7 @@ class RawNode(NamedTuple):
 
 
 def read_nodes() -> dict[str, RawNode]:
-    """Return every node by id, sorted by name; six queries in the caller's snapshot."""
+    """Return every node by id, in the order of names. It runs six queries in the caller's snapshot."""
     columns = (*LIVE_NODE.columns.values(), *_GPU_COLUMNS.values(), *_STATUS_COLUMNS.values())
     nodes = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
@@ -86,7 +86,7 @@ def read_nodes() -> dict[str, RawNode]:
 
 
 class _LabelsJson(Aggregate):
-    """Aggregate: the labels of a group as one JSON text."""
+    """SQL aggregate of the labels of a group as one JSON text."""
 
     # Half the price of `jsonb_object_agg`, which sorts the keys.
     template = "json_object_agg(%(expressions)s)::text"
@@ -114,7 +114,7 @@ def _count_conflicts() -> dict[str, int]:
 
 
 def render(raw: RawNode) -> LiveNode:
-    """Return the node as the live feed sends it (`LIVE_NODE`)."""
+    """Return the node in the form of the live feed (`LIVE_NODE`)."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
     extra = dict(zip((*_GPU_COLUMNS, *_STATUS_COLUMNS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
     behind = {name: extra[name] for name in _STATUS_COLUMNS}
@@ -141,7 +141,7 @@ def render(raw: RawNode) -> LiveNode:
 
 
 def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | None]:
-    """Return the reason and the start of the node's status; both are empty for a healthy node."""
+    """Return the reason and the beginning of the node's status, both empty for a healthy node."""
     status = node["status"]
     if status == "pending":
         return _pending_reason(node)

@@ -1,4 +1,4 @@
-"""Shapes of our websockets' messages, and the handshakes for the API document."""
+"""Shapes of the messages on our websockets, and descriptions of the handshakes for the API document."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ FEED_USER = Shape(
 
 
 class Message(Shape):
-    """Shape of a message; its field `type` has the kind of message."""
+    """The shape of a websocket message; the field `type` has its kind."""
 
     def __init__(self, name: str, kind: str, meaning: str, *fields: Field) -> None:
         self.kind = kind

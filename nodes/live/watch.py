@@ -47,18 +47,19 @@ from operations.changes import events, feed
 from operations.executor import controllers
 
 Patch = dict[str, Any]
+"""Changed keys of one node, with its id."""
 
 HISTORY_SECONDS = 120.0
-"""Seconds for which a change is stored."""
+"""Seconds for which changes are stored for watchers that reconnect."""
 MAX_HISTORY_CHANGES = 1000
 """Maximum number of stored changes."""
 MAX_HISTORY_PATCHES = 50_000
-"""Maximum number of patches in all stored changes; it limits the memory of large fleets."""
+"""Maximum number of node patches in all stored changes, which limits the memory for large fleets."""
 
 
 @dataclass(frozen=True)
 class FleetChange:
-    """The changes from one snapshot to the next: patches by node, and removed nodes."""
+    """A numbered change from one snapshot to the next: patches by node, and ids of removed nodes."""
 
     number: int
     at: float
@@ -72,7 +73,7 @@ class FleetChange:
 
 @dataclass(frozen=True)
 class FleetDifference:
-    """The differences between a snapshot and the last accepted snapshot."""
+    """The differences between a new snapshot and the last accepted one."""
 
     rows: dict[str, RawNode]
     nodes: dict[str, LiveNode]
@@ -81,7 +82,7 @@ class FleetDifference:
 
 
 def _make_patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
-    """Return the changed keys: all keys for a new node, {} without a visible change."""
+    """Return a node's changed keys: all keys for a new node, {} if no key has changed."""
     if before is None:
         return now
     changed = {key: value for key, value in now.items() if value != before[key]}
@@ -89,7 +90,7 @@ def _make_patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
 
 
 class History:
-    """The nodes as of the last snapshot, and the latest changes."""
+    """The nodes of the last accepted snapshot, and the latest changes."""
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
@@ -101,11 +102,11 @@ class History:
 
     @property
     def cursor(self) -> str:
-        """Cursor of a watcher who has every change."""
+        """Cursor of a watcher that has received every change."""
         return f"{self.epoch}:{self.number}"
 
     def compare(self, rows: dict[str, RawNode]) -> FleetDifference:
-        """Return the differences from the last accepted snapshot. Thread-safe: it changes nothing."""
+        """Return how the rows differ from the last accepted snapshot. Thread-safe: it changes nothing."""
         raw_before, before = self._raw, self.nodes
         nodes, patches = {}, {}
         for node, raw in rows.items():
@@ -116,7 +117,7 @@ class History:
         return FleetDifference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
 
     def accept(self, difference: FleetDifference, at: float) -> bool:
-        """Accept the snapshot compared last, read at `at` (monotonic seconds).
+        """Accept the snapshot of this difference, read at the monotonic time `at`.
 
         Return True if a node has changed.
         """
@@ -143,19 +144,19 @@ class History:
             self._size -= self._kept.popleft().size
 
     def parse_cursor(self, cursor: str) -> int | None:
-        """Return the cursor's number if all later changes are still stored; None for any other text."""
+        """Return the number in the cursor if all later changes are stored, otherwise None."""
         epoch, _, number = cursor.partition(":")
         if epoch != self.epoch or not (number.isascii() and number.isdecimal() and len(number) <= 18):
             return None
         return int(number) if self.has_changes_after(int(number)) else None
 
     def has_changes_after(self, number: int) -> bool:
-        """Return True if every change after this number is still stored."""
+        """Return True if all changes after this number are still stored."""
         oldest = self._kept[0].number if self._kept else self.number + 1
         return oldest - 1 <= number <= self.number
 
     def since(self, number: int) -> tuple[list[Patch], list[str]]:
-        """Merge the changes after this number. Return the patches and the ids of removed nodes."""
+        """Merge the changes after this number into patches and ids of removed nodes."""
         patches: dict[str, Patch] = {}
         removed: set[str] = set()
         for change in self._kept:
@@ -173,36 +174,36 @@ class History:
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Seconds between two polls without a wake-up."""
+"""Seconds between two reads of the rows without a wake-up."""
 GATHER_SECONDS = 0.2
-"""Seconds for which wake-ups are gathered before a poll."""
+"""Seconds for which further wake-ups are awaited before the rows are read."""
 MIN_PAUSE_FACTOR = 4.0
-"""Minimum pause after a successful poll, as a multiple of the poll's duration."""
+"""Minimum pause between two reads, as a multiple of the duration of a read."""
 PING_SECONDS = 5.0
 """Seconds between two pings of Redis."""
 PING_TIMEOUT_SECONDS = 2.0
-"""Seconds within which Redis must reply to a ping."""
+"""Seconds within which Redis must answer a ping."""
 READ_TIMEOUT_SECONDS = 5.0
-"""Seconds after which a poll counts as failed; its thread is still awaited."""
+"""Seconds after which a read counts as failed. Its thread is still awaited."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The rows of one poll."""
+    """The rows of one read."""
 
     nodes: dict[str, rows.RawNode]
     controllers: controllers.LastHeartbeats
     backends: upgrade_state.UpgradeCheckState
     rules: str
-    """Revision of the scheduling rules."""
+    """Revision of the scheduling rules, which changes with each change of them."""
     definitions: str = ""
-    """Revision of the stored definitions."""
+    """Revision of the stored definitions, which changes with each change of them."""
     tasks_wait_since: datetime | None = None
     mass_hold: mass_silence.CurrentHold | None = None
 
 
 def read_snapshot() -> Snapshot:
-    """Read the rows in one database snapshot, with a constant number of queries."""
+    """Read all rows of the feed in one database snapshot, with a constant number of queries."""
     with feed.shared_snapshot():
         tasks = periodic.waiting_since(now=clock.now())
         mass_hold, revision = mass_silence.current_hold(), rules.rules_revision()
@@ -232,7 +233,7 @@ async def ping_redis() -> bool:
 
 
 class NodeFeed:
-    """Polls the rows while there are watchers, and sends each watcher its missing changes."""
+    """Reads the rows while there are watchers, and gives each watcher the changes that it missed."""
 
     def __init__(
         self, read: Callable[[], Snapshot] = read_snapshot, ping: Callable[[], Awaitable[bool]] | None = None
@@ -257,9 +258,9 @@ class NodeFeed:
         self._disk: disk.DiskUsage | None = None
 
     async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
-        """Yield the messages for a watcher at `cursor`, without end.
+        """Yield messages for a watcher at `cursor`, without end.
 
-        The first message about nodes is sent even if nothing was missed. Close the iterator to stop watching.
+        The first message about nodes is sent even if there is no change. Close the iterator to stop watching.
         """
         async with self._count_watcher():
             position = self.history.parse_cursor(cursor) if cursor else None
@@ -291,9 +292,9 @@ class NodeFeed:
                     await turn.wait()
 
     def _message(self, position: int | None) -> str:
-        """Return the message for watchers at this position (None: a snapshot).
+        """Return the message that brings a watcher at `position` up to date; None means a full snapshot.
 
-        It is created once for all of them.
+        All watchers at one position get the same text.
         """
         if position not in self._texts:
             if position is None:
@@ -415,7 +416,7 @@ class NodeFeed:
         self._wake_watchers([*disk_notices(self._disk), database_notice(self._as_of), *other_notices], False)
 
     def _wake_watchers(self, notices: list[Notice], moved: bool, has_messages: bool = False) -> None:
-        """Wake the watchers if notices, nodes or messages have changed."""
+        """Wake the watchers if notices, nodes or other messages have changed."""
         has_news = moved or has_messages or not self._has_read or notices != self.notices
         if notices != self.notices:
             self.notices = notices
@@ -461,7 +462,7 @@ _shared_feed: NodeFeed | None = None
 
 
 def shared_feed() -> NodeFeed:
-    """Return the feed of this process."""
+    """Return the node feed of this process."""
     global _shared_feed
     if _shared_feed is None:
         _shared_feed = NodeFeed(ping=ping_redis)
@@ -473,7 +474,7 @@ ALIVE_SECONDS = 5.0
 
 
 def hello_message(scope: Scope) -> str:
-    """Return the first message: the server's version and the authenticated user."""
+    """Return the first message of a socket: the server's version and the authenticated user."""
     principal = scope["principal"]
     return encode_message(
         shapes.HELLO.of(
@@ -486,14 +487,14 @@ def hello_message(scope: Scope) -> str:
 
 
 async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield the messages about nodes and notices."""
+    """Yield the messages about nodes and notices for one client."""
     async with contextlib.aclosing(shared_feed().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
 
 async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield periodic messages, so that a page can distinguish a quiet cluster from a dead socket."""
+    """Yield `alive` periodically, so that a page can distinguish a quiet cluster from a dead socket."""
     while True:
         await asyncio.sleep(ALIVE_SECONDS)
         yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))
