@@ -154,7 +154,7 @@ class SchemaView(APIView):
         "schema",
         "Download the OpenAPI document",
         OpenApiTypes.OBJECT,
-        response_meaning="This document.",
+        meaning="This document.",
         tag="documents",
     )
     def get(self, request: Request) -> Response:
