@@ -105,7 +105,7 @@ class CookieAuthentication(SessionAuthentication):
 class RecentSessions:
     """Owners of recently used sessions. One route uses them while the database is unavailable."""
 
-    MAX_AGE, MOST = 900.0, 1000
+    MAX_AGE, MAX_SESSIONS = 900.0, 1000
 
     def __init__(self) -> None:
         self._owners: dict[str, tuple[Principal, float]] = {}

@@ -183,13 +183,13 @@ class BoundedQuerySet(models.QuerySet[_Decision]):
 class PlacementRecordQuerySet(BoundedQuerySet["PlacementRecord"]):
     """Records of decisions."""
 
-    at, large = "last_at", ("facts", "reason")
+    at, large_columns = "last_at", ("facts", "reason")
 
 
 class PlacementLogQuerySet(BoundedQuerySet["PlacementLog"]):
     """Entries of the placement log."""
 
-    at, large = "at", ("body",)
+    at, large_columns = "at", ("body",)
 
 
 class PlacementRecord(models.Model):
