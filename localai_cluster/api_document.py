@@ -25,14 +25,14 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import CHALLENGE, IsUser
+from localai_cluster.accounts.authentication import BEARER_CHALLENGE, IsUser
 from localai_cluster.accounts.passwords import PasswordChangeRequired
 from localai_cluster.web import wire
 from localai_cluster.web.bodies import FORM_TYPE
 from localai_cluster.web.envelopes import exception_handler
 from localai_cluster.web.openapi import (
-    DESCRIPTIONS,
     OPERATION_NAMES,
+    VIEW_DESCRIPTIONS,
     Operation,
     RawRoute,
     describe,
@@ -41,9 +41,9 @@ from localai_cluster.web.openapi import (
     response_schema_of,
     schema_of,
 )
-from localai_cluster.web.policy import CSP, policy
+from localai_cluster.web.policy import CSP_HEADER, content_security_policy
 from localai_cluster.web.rest import Described, Strict
-from localai_cluster.web.shapes import COMPONENTS, reference
+from localai_cluster.web.shapes import COMPONENT_SCHEMAS, reference
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.registrations import RegistrationDescription
@@ -177,7 +177,7 @@ class DocsView(SpectacularSwaggerView):
         answer: Response = library.get(request, *args, **kwargs)
         nonce = secrets.token_urlsafe(16)
         answer.data |= {"nonce": nonce, "css_href": static("docs.css"), "favicon_href": static("favicon.svg")}
-        answer[CSP] = policy(scripts=nonce, styles=nonce)
+        answer[CSP_HEADER] = content_security_policy(scripts=nonce, styles=nonce)
         del answer["Cross-Origin-Opener-Policy"]  # it opens no window of others
         return answer
 
@@ -198,7 +198,7 @@ def _redirect_target(exc: Exception) -> str:
 def _as_json(refusal: Response) -> HttpResponseBase:
     answer = JsonResponse(refusal.data, status=refusal.status_code)
     if refusal.status_code == 401:
-        answer["WWW-Authenticate"] = CHALLENGE
+        answer["WWW-Authenticate"] = BEARER_CHALLENGE
     return answer
 
 
@@ -281,7 +281,7 @@ def inference_operations() -> list[tuple[str, str, Operation]]:
     return [
         (route.method, path, _operation(path, route))
         for path, main in inference.ROUTES.items()
-        for route in (main, *main.others)
+        for route in (main, *main.other_methods)
     ]
 
 
@@ -298,7 +298,7 @@ def _operation(path: str, route: inference.Route) -> Operation:
         "summary": route.summary,
         "security": _SECURITY,
         "responses": {
-            "200": {"description": route.meaning, "content": content},
+            "200": {"description": route.response_meaning, "content": content},
             **error_answers(*route.errors, body=route.envelope.body),
         },
     }
@@ -310,7 +310,7 @@ def _operation(path: str, route: inference.Route) -> Operation:
             operation["parameters"] = [required | {"description": meaning}]
     if route.body is not None:
         schema = schema_of(route.body)
-        body = {FORM_TYPE: {"schema": _form(schema)}} if route.form else json_body(schema)
+        body = {FORM_TYPE: {"schema": _form(schema)}} if route.has_form else json_body(schema)
         operation["requestBody"] = {"required": True, "content": body}
     return operation
 
@@ -411,8 +411,8 @@ def describe_views(endpoints: list[Endpoint]) -> list[Endpoint]:
     classes = {
         getattr(callback.cls, method.lower()): callback.cls for _, _, method, callback in all_endpoints
     }
-    while DESCRIPTIONS:
-        view, arguments = DESCRIPTIONS.pop(0)
+    while VIEW_DESCRIPTIONS:
+        view, arguments = VIEW_DESCRIPTIONS.pop(0)
         extend.extend_schema(**arguments(classes.get(view)))(view)
     while OPERATION_NAMES:
         view, ids = OPERATION_NAMES.pop(0)
@@ -425,7 +425,7 @@ def describe_views(endpoints: list[Endpoint]) -> list[Endpoint]:
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
     """Merge the raw routes and messages into the document; a postprocessing hook of drf-spectacular."""
     schemas = result["components"]["schemas"]
-    for name, schema in COMPONENTS.items():
+    for name, schema in COMPONENT_SCHEMAS.items():
         schemas.setdefault(name, deepcopy(schema))
     result["components"]["schemas"] = dict(sorted(schemas.items()))
     for method, path, operation in RAW_ROUTES + live.ROUTES + inference_operations():

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
 _feed: Any = LiveSocket.as_asgi(
     topics=(operations.grouped_changes, nodes.node_messages, nodes.alive_messages),
-    greeting=nodes.greeting,
+    greeting=nodes.hello_message,
     explains=True,
 )
 _logs: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
@@ -82,7 +82,7 @@ ROUTES: tuple[RawRoute, ...] = (
         RawRoute(method, path, endpoint)
         for path, route in inference.ROUTES.items()
         for endpoint in (route.endpoint,)
-        for method in (route.method, *endpoint.others)
+        for method in (route.method, *endpoint.other_methods)
     ),
     RawRoute("GET", scraping.PATH, scraping.MetricsApplication("web", scraping.RowReader())),
     RawRoute(

@@ -318,7 +318,7 @@ async def admit(scope: Scope) -> None:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     if not principal.is_authenticated:
         wrong = WrongKey("this token or API key is not valid")
-        raise await throttle.api_keys().noted(wrong, wire.client_of(scope))
+        raise await throttle.api_keys().note_in_thread(wrong, wire.client_of(scope))
     if not principal.is_admin:
         raise Forbidden("admin access required")
 

@@ -23,7 +23,7 @@ from localai_cluster.accounts.authentication import BearerAuthentication, Rememb
 from localai_cluster.kit import clock, conf, disk, periodic
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Work, verdicts, worst
 from localai_cluster.web.openapi import describe
-from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
+from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping_schema
 from nodes.definitions import folder
 from nodes.models import BackendNode, PendingBackendOp, WebProcess
 from nodes.registry import mass_silence, node_rows
@@ -75,7 +75,7 @@ HEALTH = Shape(
         field("parts", PART.many),
         field("schedules", SCHEDULE.many),
         field("processes", PROCESS.many),
-        field("workers", mapping(count()), "How many nodes are in each state."),
+        field("workers", mapping_schema(count()), "How many nodes are in each state."),
     ],
 )
 _PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}

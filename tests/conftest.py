@@ -185,7 +185,7 @@ def failed_sign_ins(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     """And failed sign-ins likewise."""
     own = throttle.in_memory_counters("test-sign-ins", throttle.MAX_ADDRESSES)
     own.clear()
-    counts = throttle.Failures(None, own, throttle.SIGN_IN_LIMIT, "sign-ins")
+    counts = throttle.Failures(None, own, throttle.SIGN_IN_FAILURE_LIMIT, "sign-ins")
     monkeypatch.setattr(throttle, "sign_ins", lambda: counts)
     return counts
 

@@ -20,7 +20,7 @@ class ActorKind(StrEnum):
 
 @dataclass(frozen=True)
 class Actor:
-    """An actor; its text is at most 150 characters."""
+    """The author of a change: a person, key, worker or process. Its text has at most 150 characters."""
 
     kind: ActorKind
     name: str

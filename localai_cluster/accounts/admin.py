@@ -1,4 +1,4 @@
-"""Admin pages: users' API keys (create, revoke), unchanged initial passwords, the audit."""
+"""Django admin of accounts: users' API keys, unchanged initial passwords, and the audit."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from localai_cluster.web.admin import ModelAdmin, Observed
 
 @admin.register(ApiKey)
 class ApiKeyAdmin(ModelAdmin):
-    """Users' API keys. The plaintext of a key is shown once, when the key is created."""
+    """Admin of users' API keys. The plaintext of a key is shown once, when the key is created."""
 
     list_display = ("name", "prefix", "user", "created_at", "revoked_at")
     list_filter = (("revoked_at", admin.EmptyFieldListFilter),)
@@ -35,7 +35,7 @@ class ApiKeyAdmin(ModelAdmin):
 
 @admin.register(InitialPassword)
 class InitialPasswordAdmin(ModelAdmin):
-    """Users who have not changed their generated password. Deleting a user deletes the row."""
+    """Admin of users who have not changed their generated password. Deleting a user deletes the row."""
 
     list_display = ("user", "created_at")
     list_select_related = ("user",)
@@ -51,7 +51,7 @@ class InitialPasswordAdmin(ModelAdmin):
 
 @admin.register(AuditEntry)
 class AuditEntryAdmin(Observed):
-    """Changes by people: actor, change, time and address."""
+    """Admin of the audit: actor, change, time and address of each change that a person made."""
 
     list_display = ("at", "actor", "kind", "subject", "detail", "address")
     list_filter = ("kind", "actor_kind")

@@ -22,7 +22,7 @@ from django.utils.http import url_has_allowed_host_and_scheme
 from localai_cluster.accounts import audit, passwords
 from localai_cluster.accounts.audit import Change
 
-APP_NAMES = {
+APP_NAME_BY_LABEL = {
     "nodes": "Nodes and models",
     "operations": "Operations",
     "accounts": "API keys and audit",
@@ -30,7 +30,7 @@ APP_NAMES = {
     "django_q": "Schedules",
 }
 """Display names of the apps by label, in the order of the index."""
-INTERNAL = frozenset(
+INTERNAL_MODEL_NAMES = frozenset(
     {
         "ControllerBeat",
         "Failure",
@@ -45,11 +45,11 @@ INTERNAL = frozenset(
         "WebProcess",
     }
 )
-"""Names of models that only help to diagnose the cluster; the index lists them last."""
+"""Names of models that only help to diagnose the cluster. The index lists them last."""
 
 
-def _rank(app: Any) -> int:
-    order = list(APP_NAMES)
+def _app_position(app: Any) -> int:
+    order = list(APP_NAME_BY_LABEL)
     return order.index(app["app_label"]) if app["app_label"] in order else len(order)
 
 
@@ -65,7 +65,7 @@ def _internal_tables(models: list[Any]) -> dict[str, Any]:
 
 @wraps(delete_selected)
 def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Delete as Django does, and write an audit entry for each row.
+    """Delete the selected rows as Django does, and write an audit entry for each row.
 
     Django sends no signal when it deletes several rows.
     """
@@ -79,7 +79,7 @@ def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) 
 
 
 class Site(AdminSite):
-    """Admin site for staff who have changed their generated password."""
+    """Admin site for staff. A user with a generated password must change it first."""
 
     site_header = site_title = "LocalAI Cluster"
     index_title = "Administration"
@@ -98,15 +98,17 @@ class Site(AdminSite):
         return [url for url in super().get_urls() if getattr(url, "name", "") != "view_on_site"]
 
     def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
-        """Return Django's list with readable names; internal tables come last, under their own heading."""
+        """Return the apps with readable names. Internal tables come last, under a heading of their own."""
         apps = super().get_app_list(request, app_label)
         internal: list[Any] = []
         for app in apps:
-            app["name"] = APP_NAMES.get(app["app_label"], app["name"])
+            app["name"] = APP_NAME_BY_LABEL.get(app["app_label"], app["name"])
             if app_label is None:
-                internal += [model for model in app["models"] if model["object_name"] in INTERNAL]
-                app["models"] = [model for model in app["models"] if model["object_name"] not in INTERNAL]
-        groups = sorted((app for app in apps if app["models"]), key=_rank)
+                internal += [model for model in app["models"] if model["object_name"] in INTERNAL_MODEL_NAMES]
+                app["models"] = [
+                    model for model in app["models"] if model["object_name"] not in INTERNAL_MODEL_NAMES
+                ]
+        groups = sorted((app for app in apps if app["models"]), key=_app_position)
         return [*groups, _internal_tables(internal)] if internal else groups
 
     def has_permission(self, request: HttpRequest) -> bool:
@@ -114,9 +116,9 @@ class Site(AdminSite):
         return super().has_permission(request) and not passwords.must_change(request.user)
 
     def login(self, request: HttpRequest, extra_context: Any = None) -> HttpResponseRedirect:
-        """Redirect to the sign-in, to the change of a generated password, or to the requested page.
+        """Redirect to the sign-in page, the page that changes a generated password, or the requested page.
 
-        Without a requested page the target is the start page.
+        Without a requested page the target is the start page of the admin.
         """
         target = request.GET.get(REDIRECT_FIELD_NAME, "")
         if not url_has_allowed_host_and_scheme(
@@ -126,16 +128,16 @@ class Site(AdminSite):
         if self.has_permission(request):
             return HttpResponseRedirect(target)
         if not request.user.is_authenticated:
-            return _with_next(settings.LOGIN_URL, target)
+            return _redirect_with_next(settings.LOGIN_URL, target)
         if passwords.must_change(request.user):
-            return _with_next(settings.PASSWORD_URL, target)
+            return _redirect_with_next(settings.PASSWORD_URL, target)
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
     def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        """Redirect to the product's own page, which limits guesses at the current password."""
+        """Redirect to the product's own page, which limits guesses of the current password."""
         return HttpResponseRedirect(settings.PASSWORD_URL)
 
 
-def _with_next(page: str, target: str) -> HttpResponseRedirect:
-    """Redirect to a page that later redirects to `target`, a path of this host."""
+def _redirect_with_next(page: str, target: str) -> HttpResponseRedirect:
+    """Redirect to `page`, which later redirects to `target`, a path of this host."""
     return HttpResponseRedirect(f"{page}?{urlencode({REDIRECT_FIELD_NAME: target})}")

@@ -1,7 +1,7 @@
-"""A person's own API keys: list, create, revoke, at the reference's paths.
+"""REST API of a person's own API keys: list, create, revoke, at the reference's paths.
 
-Only a session that a password began may manage keys: a key could otherwise leave behind keys that outlive its
-revocation. Errors are flat.
+Only a session that a password began may manage keys: a key could otherwise create keys that outlive its
+revocation. Errors are in the flat envelope.
 """
 
 from datetime import datetime
@@ -28,33 +28,35 @@ from localai_cluster.web.openapi import (
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
 _MAX_NAME_LENGTH = 100
-_MAX_ID = 2**31 - 1
-MAX_KEYS = 100
-"""Maximum number of a user's keys that are not revoked."""
+_MAX_KEY_ID = 2**31 - 1
+MAX_KEYS_PER_USER = 100
+"""Maximum number of keys of one user, without revoked keys."""
 
 
 def list_keys(user_id: int) -> list[ApiKey]:
-    """Return the user's keys that are not revoked, the newest first, at most twice `MAX_KEYS`."""
-    return list(ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MAX_KEYS])
+    """Return the user's keys that are not revoked, newest first."""
+    return list(
+        ApiKey.objects.filter(user_id=user_id, revoked_at=None).order_by("-pk")[: 2 * MAX_KEYS_PER_USER]
+    )
 
 
 def create_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Create a key for the user; return its row and the plaintext. Raise Conflict above `MAX_KEYS`.
+    """Create a key for the user; return its row and plaintext. Raise Conflict above `MAX_KEYS_PER_USER`.
 
     The plaintext is not stored.
     """
     with transaction.atomic():
         # Two requests at once would each see the last free place.
         get_user_model().objects.select_for_update(no_key=True).get(pk=user.pk)
-        if ApiKey.objects.filter(user=user, revoked_at=None).count() >= MAX_KEYS:
-            raise errors.Conflict(f"you have {MAX_KEYS} API keys; revoke one first")
+        if ApiKey.objects.filter(user=user, revoked_at=None).count() >= MAX_KEYS_PER_USER:
+            raise errors.Conflict(f"you have {MAX_KEYS_PER_USER} API keys; revoke one first")
         row, plain = principals.create_api_key(user, name)
         audit.record(audit.Change("user.key_created", f"API key {row}", str(row.pk)))
     return row, plain
 
 
 def revoke_key(user_id: int, key_id: int, *, now: datetime) -> None:
-    """Revoke a key of this user. Raise NotFound for a key that the user does not have.
+    """Revoke a key of this user. Raise NotFound if the user has no such key.
 
     A key that is already revoked keeps the time of its revocation.
     """
@@ -102,7 +104,7 @@ class NewApiKeySerializer(NullIsAbsent):
         return name.strip()
 
 
-_KEY = {
+_KEY_EXAMPLE = {
     "id": "7",
     "name": "notebook",
     "keyPrefix": "lac-7d2f0c4e",
@@ -112,7 +114,7 @@ _KEY = {
 
 
 class PersonAuthentication(CookieAuthentication):
-    """Authentication by a person's session; `request.auth` is the signed-in user."""
+    """DRF authentication by a person's session; `request.auth` is the signed-in user."""
 
     def authenticate(self, request: Request) -> tuple[Any, Any] | None:
         """Return the principal and the user of the session; None without a session."""
@@ -122,7 +124,7 @@ class PersonAuthentication(CookieAuthentication):
 
 
 class _KeysView(APIView):
-    """Base of the views of a user's keys; only a person's session may use them."""
+    """Base of the views of a user's keys. Only a person's session may use them."""
 
     envelope = "flat"
     tag = "session"
@@ -147,12 +149,12 @@ class ApiKeysView(_KeysView):
         "List your API keys",
         ApiKeysSerializer,
         refused=(401, 403),
-        examples=[response_example({"keys": [_KEY]})],
+        examples=[response_example({"keys": [_KEY_EXAMPLE]})],
     )
     def get(self, request: Request) -> Response:
         """Lists the keys that are not revoked."""
         own_keys = list_keys(self.person(request).pk)
-        return Response({"keys": [_render(key, request) for key in own_keys]})
+        return Response({"keys": [_render_key(key, request) for key in own_keys]})
 
     @describe(
         "auth_keys_create",
@@ -162,13 +164,13 @@ class ApiKeysView(_KeysView):
         refused=(400, 401, 403, 409, 413),
         body=NewApiKeySerializer,
         sent={"name": "notebook"},
-        examples=[response_example(_KEY | {"key": "lac-7d2f0c4e9b1a5836"}, "201")],
+        examples=[response_example(_KEY_EXAMPLE | {"key": "lac-7d2f0c4e9b1a5836"}, "201")],
     )
     def post(self, request: Request) -> Response:
         """Creates a key that may do what you may; its text is shown only in this response."""
         name = validate_body(NewApiKeySerializer, request)["name"]
         key, plain = create_key(self.person(request), name)
-        return Response(_render(key, request) | {"key": plain}, status=201)
+        return Response(_render_key(key, request) | {"key": plain}, status=201)
 
 
 class ApiKeyView(_KeysView):
@@ -186,11 +188,11 @@ class ApiKeyView(_KeysView):
     def delete(self, request: Request, key_id: str) -> Response:
         """Revokes one of your keys; requests and sessions with it are refused from now on."""
         number = int(key_id) if key_id.isascii() and key_id.isdigit() and len(key_id) < 11 else 0
-        revoke_key(self.person(request).pk, min(number, _MAX_ID), now=clock.now())
+        revoke_key(self.person(request).pk, min(number, _MAX_KEY_ID), now=clock.now())
         return Response({"message": "API key revoked"})
 
 
-def _render(key: ApiKey, request: Request) -> dict[str, Any]:
+def _render_key(key: ApiKey, request: Request) -> dict[str, Any]:
     return {
         "id": str(key.pk),
         "name": key.name,

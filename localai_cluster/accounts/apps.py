@@ -5,12 +5,12 @@ from django.db.models.signals import post_save
 
 
 class AccountsConfig(AppConfig):
-    """Users, their keys and their sessions. The tables keep the names that they had in the app `nodes`."""
+    """App of users, API keys and sessions. Its tables have the names that they had in the app `nodes`."""
 
     name = "localai_cluster.accounts"
 
     def ready(self) -> None:
-        """Audit the edits in the admin."""
+        """Register the receiver that audits edits in Django's admin."""
         from django.contrib.admin.models import LogEntry
 
         from localai_cluster.accounts import audit

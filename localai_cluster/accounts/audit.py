@@ -25,11 +25,11 @@ from localai_cluster.accounts.principals import Principal
 from localai_cluster.kit import clock
 from localai_cluster.kit.logs import request_id
 
-PEOPLE = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
-"""Kinds of actors whose changes are audited."""
-_MAX_LENGTH = 255
-_ADMIN_CHANGES: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
-_COLUMNS = (
+AUDITED_ACTOR_KINDS = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
+"""Kinds of actors whose changes are audited: those that stand for a person."""
+_MAX_TEXT_LENGTH = 255
+_CHANGE_BY_ADMIN_FLAG: Mapping[int, str] = {ADDITION: "added", DELETION: "deleted"}
+_ENTRY_COLUMNS = (
     "id",
     "at",
     "kind",
@@ -42,13 +42,13 @@ _COLUMNS = (
     "detail",
 )
 
-_source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
-"""The request or the actor to which changes in the current context are attributed."""
+_change_source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
+"""The request or actor to which changes in the current context are attributed; None outside of a context."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change: its kind, e.g. `operation.cancelled`, and its subject."""
+    """A change for the audit: its kind, such as `operation.cancelled`, its subject and details."""
 
     kind: str
     subject: str
@@ -57,31 +57,31 @@ class Change:
 
 
 class AttributionMiddleware:
-    """Middleware that attributes changes within a request to its user."""
+    """Django middleware that attributes changes during a request to the request's user."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
-        """Pass the request on; attribute changes to its caller meanwhile."""
+        """Process the request. Attribute changes meanwhile to its caller."""
         with _attribute_to(request):
             return self._get_response(request)
 
 
 @contextmanager
 def attribute_to(actor: Actor) -> Iterator[None]:
-    """Attribute changes within the block to this actor, for a management command or a raw route."""
+    """Attribute changes within the block to this actor. For management commands and raw routes."""
     with _attribute_to(actor):
         yield
 
 
 @contextmanager
 def _attribute_to(source: HttpRequest | Actor) -> Iterator[None]:
-    token = _source.set(source)
+    token = _change_source.set(source)
     try:
         yield
     finally:
-        _source.reset(token)
+        _change_source.reset(token)
 
 
 def _current_actor() -> tuple[Actor | None, str]:
@@ -89,7 +89,7 @@ def _current_actor() -> tuple[Actor | None, str]:
 
     The actor is None outside of a context, and for a request without a signed-in user.
     """
-    source = _source.get()
+    source = _change_source.get()
     if source is None or isinstance(source, Actor):
         return source, ""
     user: Any = source.user
@@ -99,7 +99,7 @@ def _current_actor() -> tuple[Actor | None, str]:
 
 
 def record(*changes: Change, at: datetime | None = None) -> None:
-    """Write the changes in one statement, in the caller's transaction. Do nothing outside of a context."""
+    """Write audit entries for the changes, in the caller's transaction. Do nothing outside of a context."""
     if not changes:
         return
     actor, address = _current_actor()
@@ -114,36 +114,36 @@ def record(*changes: Change, at: datetime | None = None) -> None:
             actor=str(actor),
             address=address,
             request_id="" if identifier == "-" else identifier,
-            subject=change.subject[:_MAX_LENGTH],
+            subject=change.subject[:_MAX_TEXT_LENGTH],
             subject_id=change.subject_id[:64],
-            detail=change.detail[:_MAX_LENGTH],
+            detail=change.detail[:_MAX_TEXT_LENGTH],
         )
         for change in changes
     )
 
 
 def record_admin_edit(sender: type[LogEntry], instance: LogEntry, created: bool, **_: Any) -> None:
-    """Record an edit in Django's admin; receiver of `LogEntry`'s `post_save`."""
+    """Record an edit in Django's admin. This is the receiver of `post_save` of `LogEntry`."""
     if created:
         record(admin_change(instance))
 
 
 def admin_change(entry: LogEntry) -> Change:
-    """Return the change that an entry of the admin's own log describes."""
+    """Return the change that an entry of Django's admin log describes."""
     of = entry.content_type.name if entry.content_type else "row"
-    action = _ADMIN_CHANGES.get(entry.action_flag, "changed")
+    action = _CHANGE_BY_ADMIN_FLAG.get(entry.action_flag, "changed")
     return Change(
         f"admin.{action}", f"{of} {entry.object_repr}", str(entry.object_id), entry.get_change_message()
     )
 
 
 def as_dict(entry: AuditEntry) -> dict[str, Any]:
-    """Return an entry for the wire."""
-    return {name: getattr(entry, name) for name in _COLUMNS} | {"at": entry.at.isoformat()}
+    """Return the entry in the form of the REST API."""
+    return {name: getattr(entry, name) for name in _ENTRY_COLUMNS} | {"at": entry.at.isoformat()}
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Delete the oldest entries before `before`, at most `limit`; return their number."""
+    """Delete up to `limit` entries older than `before`, oldest first. Return their number."""
     old = AuditEntry.objects.filter(at__lt=before).order_by("at", "pk").values_list("pk", flat=True)
     deleted, _ = AuditEntry.objects.filter(pk__in=list(old[:limit])).delete()
     return deleted

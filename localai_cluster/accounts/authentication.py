@@ -25,22 +25,22 @@ if TYPE_CHECKING:  # the framework's views import this module while they are bei
     from rest_framework.views import APIView
 
 
-CHALLENGE = "Bearer"
+BEARER_CHALLENGE = "Bearer"
 
 
 def principal(request: Request) -> Principal:
-    """Return the caller."""
+    """Return the principal of a request's caller."""
     user: Any = request.user
     return user if isinstance(user, Principal) else ANONYMOUS
 
 
 def client_address(request: HttpRequest | Request) -> str:
-    """Return the address of the request's connection, "" if the socket has none."""
+    """Return the address of the client's connection, "" if the socket has none."""
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
 def _owner_of_headers(request: Request) -> Principal | None:
-    """Return the owner of the credential in the headers; None without a credential. One query at most."""
+    """Return the principal of the credential in the headers, None without a credential. One query at most."""
     credential = principals.read_credential(request.headers)
     return None if credential is None else principals.owner_of(credential)
 
@@ -66,12 +66,15 @@ class BearerAuthentication(BaseAuthentication):
         return caller, None
 
     def authenticate_header(self, request: Request) -> str:
-        """Return the challenge, with which DRF responds 401 instead of 403."""
-        return CHALLENGE
+        """Return the authentication challenge. With it DRF responds 401 instead of 403."""
+        return BEARER_CHALLENGE
 
 
 class CookieAuthentication(SessionAuthentication):
-    """The session of a signed-in browser; state-changing requests must come from a page of this origin."""
+    """DRF authentication by the session of a browser.
+
+    A change must come from a page of this origin.
+    """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
         """Return the principal of the session's user; None without a session.
@@ -95,21 +98,21 @@ class CookieAuthentication(SessionAuthentication):
             raise PermissionDenied(f"CSRF Failed: {problem}")
 
     def authenticate_header(self, request: Request) -> str:
-        """Return the challenge, with which DRF responds 401 instead of 403."""
-        return CHALLENGE
+        """Return the authentication challenge. With it DRF responds 401 instead of 403."""
+        return BEARER_CHALLENGE
 
 
 class RecentSessions:
-    """Owners of recently used sessions, for the only route that works without the database."""
+    """Owners of recently used sessions. One route uses them while the database is unavailable."""
 
-    MAX_AGE, MOST = 900.0, 1000
+    MAX_AGE, MAX_SESSIONS = 900.0, 1000
 
     def __init__(self) -> None:
         self._owners: dict[str, tuple[Principal, float]] = {}
 
     def add(self, session_key: str, owner: Principal) -> None:
-        """Record that the session is valid now."""
-        if len(self._owners) >= self.MOST:
+        """Record that the session was valid just now."""
+        if len(self._owners) >= self.MAX_SESSIONS:
             self._owners.clear()
         self._owners[principals.hash_secret(session_key)] = (owner, clock.monotonic())
 
@@ -119,12 +122,12 @@ class RecentSessions:
         return owner if clock.monotonic() - since < self.MAX_AGE else None
 
     def clear(self) -> None:
-        """Remove all sessions, because a user's access has ended."""
+        """Remove all sessions, because the access of some user has ended."""
         self._owners.clear()
 
 
 recent_sessions = RecentSessions()
-"""The recent sessions of this web process."""
+"""The recently used sessions of this web process."""
 
 
 def _session_key(request: Request) -> str:
@@ -132,7 +135,7 @@ def _session_key(request: Request) -> str:
 
 
 class RememberingAuthentication(CookieAuthentication):
-    """Session authentication that also works without the database, for recently used sessions.
+    """DRF authentication by a session that, if recently used, also works without the database.
 
     Only the route of the system's health uses this class.
     """
@@ -152,7 +155,7 @@ class RememberingAuthentication(CookieAuthentication):
 
 
 class SignInAuthentication(CookieAuthentication):
-    """Authentication for the sign-in routes: any session, or none.
+    """DRF authentication of the sign-in routes, also for users with a generated password.
 
     Every change must come from a page of this origin. Otherwise another site could sign a browser out, or in
     as another user.
@@ -169,7 +172,7 @@ class SignInAuthentication(CookieAuthentication):
 
 
 def user_of_key(request: Request) -> KeyUser | None:
-    """Return the user of the key in the headers; None without a valid key. Count a wrong key."""
+    """Return the user of the key in the headers, None without a valid key. Count a wrong key as a failure."""
     key = principals.offered_credential(request.headers)
     user: KeyUser | None = KeyBackend().authenticate(None, key) if key else None
     if key and user is None:
@@ -178,13 +181,13 @@ def user_of_key(request: Request) -> KeyUser | None:
 
 
 def person_of(request: Request) -> Principal:
-    """Return the user of a key or of a browser's session, without the route's own checks."""
+    """Return the user of a key or of a browser's session. The checks of single routes are not applied."""
     owner = _owner_of_headers(request)
     return owner if owner and owner.is_authenticated else principals.of_user(request._request.user)
 
 
 class IsAdmin(BasePermission):
-    """Permission for admins: staff, superusers and the static key."""
+    """DRF permission for admins: staff, superusers and the static key."""
 
     message = "admin access required"
 
@@ -194,7 +197,7 @@ class IsAdmin(BasePermission):
 
 
 class IsUser(BasePermission):
-    """Permission for every signed-in user."""
+    """DRF permission for every signed-in user."""
 
     message = "sign-in required"
 

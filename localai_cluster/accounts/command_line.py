@@ -1,6 +1,6 @@
-"""Base of management commands with a subcommand (a verb): actor, errors, JSON and aligned text.
+"""Base of management commands with subcommands: actor of changes, errors, JSON and aligned text.
 
-A refused command ends with exit code 1 and one line.
+A refused command ends with exit code 1 and a message of one line.
 """
 
 import os
@@ -22,26 +22,30 @@ from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors
 
 Options = Mapping[str, Any]
-"""Arguments of a verb by name; `out` is the command's output stream."""
+"""Arguments of a subcommand by name; `out` is the output stream."""
 Argument = tuple[str, Mapping[str, Any]]
-"""An argument of a verb: its name, and the options of argparse."""
+"""An argument of a subcommand: its name, and options of argparse."""
 AddVerb = Callable[..., CommandParser]
-"""Adds a verb by name, function, help text and arguments; returns the verb's parser."""
+"""Adds a subcommand with its name, function, help text and arguments. Returns its parser."""
 Columns = Mapping[str, str | Callable[[Any], Any]]
-"""Columns of a table by head: a key or an attribute of the row, or a function of the row."""
+"""Columns of a table by their heads: a key, an attribute or a function of the row."""
 EMPTY_CELL = "-"
-SHORT_ID = 8
-"""Number of characters of an id in a list."""
+"""Text of a table cell without a value."""
+SHORT_ID_LENGTH = 8
+"""Number of characters of an id in a table."""
 MAX_MATCHES = 5
 """Maximum number of matching rows that an error message lists."""
-_ID_PREFIX = re.compile(r"[0-9a-f-]{1,36}\Z")
-_ZERO_YEAR = "0001-"
-_MAX_SECONDS = 120
+_ID_PREFIX_PATTERN = re.compile(r"[0-9a-f-]{1,36}\Z")
+_YEAR_ONE_PREFIX = "0001-"
+_MAX_AGE_IN_SECONDS = 120
 _Row = TypeVar("_Row", bound=Model)
 
 
 class VerbCommand(BaseCommand):
-    """Base of commands with subcommands. A subcommand's function returns the text to print, "" for none."""
+    """Base of management commands with subcommands.
+
+    The function of a subcommand returns the text to print, "" for none.
+    """
 
     def add_verbs(self, add: AddVerb) -> None:
         """Add the subcommands with their arguments."""
@@ -51,7 +55,7 @@ class VerbCommand(BaseCommand):
         self.add_verbs(verb_adder(parser, "verb"))
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run the verb on behalf of the operating system's user, and print its text."""
+        """Run the subcommand as the user of the operating system, and print its text."""
         try:
             with audit.attribute_to(current_actor()):
                 if text := options["run"](options | {"out": self.stdout}):
@@ -60,12 +64,12 @@ class VerbCommand(BaseCommand):
             raise CommandError(self.explain(refusal)) from refusal
 
     def explain(self, refusal: errors.ClusterError) -> str:
-        """Return the message that the user sees."""
+        """Return the message that the user sees for a refusal."""
         return refusal.message
 
 
 def verb_adder(parser: CommandParser, dest: str, metavar: str | None = None) -> AddVerb:
-    """Return a function that adds a verb to the parser, from its name, function, help text and arguments."""
+    """Return a function that adds a subcommand to the parser."""
     verbs = parser.add_subparsers(dest=dest, metavar=metavar, required=True)
 
     def add(
@@ -90,16 +94,16 @@ def current_actor() -> Actor:
 
 
 def rows_with_prefix(rows: QuerySet[_Row], prefix: str) -> list[_Row]:
-    """Return the rows whose id starts with `prefix`, at most `MAX_MATCHES` + 1."""
+    """Return rows whose id starts with `prefix`, at most one more than `MAX_MATCHES`."""
     prefix = prefix.lower()
-    if not _ID_PREFIX.match(prefix):
+    if not _ID_PREFIX_PATTERN.match(prefix):
         return []
     matches = rows.annotate(id_text=Cast("id", CharField())).filter(id_text__startswith=prefix)
     return list(matches[: MAX_MATCHES + 1])
 
 
-def only_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) -> _Row:
-    """Return the only row whose id starts with `prefix`. Raise CommandError for no row or several."""
+def require_row_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) -> _Row:
+    """Return the only row whose id starts with `prefix`. Raise CommandError for none or several."""
     matches = rows_with_prefix(rows, prefix)
     if not matches:
         raise CommandError(f"there is no {kind} {prefix[:36]!r}; {hint}")
@@ -109,7 +113,7 @@ def only_with_prefix(rows: QuerySet[_Row], prefix: str, kind: str, hint: str) ->
 
 
 def confirm(action: str, question: str) -> None:
-    """Ask for confirmation. Raise CommandError if the user refuses or there is no terminal."""
+    """Prompt for confirmation. Raise CommandError if the user refuses or there is no terminal."""
     if not sys.stdin.isatty():
         raise CommandError(f"give --yes to {action} without a question")
     if input(f"{printable(question)} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
@@ -117,12 +121,12 @@ def confirm(action: str, question: str) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Return indented JSON; times in UTC end in `Z`."""
+    """Return a value as indented JSON. Times in UTC end in `Z`."""
     return orjson.dumps(value, option=orjson.OPT_UTC_Z | orjson.OPT_INDENT_2).decode()
 
 
 def format_table(columns: Columns, rows: Iterable[Any]) -> str:
-    """Return the rows as text with aligned columns, without trailing spaces."""
+    """Return the rows as a table with aligned columns."""
     lines = [list(columns), *([_cell(row, column) for column in columns.values()] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
     return "\n".join(
@@ -132,7 +136,7 @@ def format_table(columns: Columns, rows: Iterable[Any]) -> str:
 
 
 def list_rows(options: Options, columns: Columns, rows: Sequence[Any], none: str) -> str:
-    """Return the rows as JSON or as a table; `none` in place of an empty table."""
+    """Return the rows as JSON or as a table. Without rows the table is the text `none`."""
     if options["json"]:
         return as_json(rows)
     return format_table(columns, rows) if rows else none
@@ -147,25 +151,25 @@ def _cell(row: Any, column: str | Callable[[Any], Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, since some texts come from untrusted sources."""
+    """Replace unprintable characters by `?`, because some texts come from untrusted sources."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def format_age(at: str | None, now: datetime) -> str:
-    """Format the time since `at` (ISO 8601): in seconds up to two minutes, then in larger units.
+    """Format the time from `at` (ISO 8601) to now: in seconds up to two minutes, then in larger units.
 
     The result is `never` if `at` is None or in the year 1.
     """
-    if at is None or at.startswith(_ZERO_YEAR):
+    if at is None or at.startswith(_YEAR_ONE_PREFIX):
         return "never"
     then = datetime.fromisoformat(at)
     seconds = max(int((now - then).total_seconds()), 0)
-    if seconds < _MAX_SECONDS:
+    if seconds < _MAX_AGE_IN_SECONDS:
         return f"{seconds} s ago"
     # Django uses non-breaking spaces.
     return f"{timesince(then, now, depth=1)} ago".replace("\xa0", " ")
 
 
 def format_time(at: datetime) -> str:
-    """Format a time in UTC, to the second."""
+    """Format a time in UTC with seconds."""
     return f"{at:%Y-%m-%d %H:%M:%S}Z"

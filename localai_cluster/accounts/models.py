@@ -11,7 +11,7 @@ from localai_cluster.kit import clock
 class ApiKey(models.Model):
     """A user's key for REST and inference.
 
-    Only the key's SHA-256 is stored. The prefix identifies the key on a page.
+    Only the key's SHA-256 is stored. Pages show the prefix to identify the key.
     """
 
     user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="api_keys")
@@ -30,7 +30,7 @@ class ApiKey(models.Model):
 
 
 class InitialPassword(models.Model):
-    """A user whose password was generated. Until it is changed, the user can only change it."""
+    """A user who has a generated password. The user can do nothing but change it."""
 
     user = models.OneToOneField(
         settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="initial_password"
@@ -46,16 +46,16 @@ class InitialPassword(models.Model):
 
 
 class AuditEntry(models.Model):
-    """A change that a person made. Rows are only added; `audit.py` is the only writer."""
+    """A change that a person made. Entries are never updated; `audit.py` is the only writer."""
 
     id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField()
     kind = models.CharField(max_length=64)
-    """Kind of the change, such as `operation.cancelled`: the kind of its subject, a dot, the event."""
+    """Kind of the change, such as `operation.cancelled`: the kind of the changed object, a dot, the event."""
     actor_kind = models.CharField(max_length=16)
     actor = models.CharField(max_length=150)
     address = models.CharField(max_length=64, blank=True, default="")
-    """IP address of the client; empty for a command on the server."""
+    """IP address of the client; "" for a command on the server."""
     request_id = models.CharField(max_length=64, blank=True, default="")
     subject = models.CharField(max_length=255)
     """Readable name of the changed object."""

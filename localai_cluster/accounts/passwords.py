@@ -1,4 +1,4 @@
-"""Passwords of people: generated passwords, which must be changed first, and the change of a password.
+"""Passwords of people: changing a password, and generated passwords, which must be changed first.
 
 A user with a generated password has a row (`InitialPassword`). It is read with the user of every session, in
 the same query, and is deleted when any code sets another password (`ChosenPassword`).
@@ -21,7 +21,7 @@ from localai_cluster.kit import errors
 
 
 class PasswordChangeRequired(errors.Forbidden):
-    """The user must change the generated password before anything else."""
+    """The user must change the generated password before other requests."""
 
     message = "The generated password must be changed first."
     code = "password_change_required"
@@ -29,7 +29,7 @@ class PasswordChangeRequired(errors.Forbidden):
 
 
 class PasswordRefused(errors.InvalidInput):
-    """A new password breaks rules. `problems` has a sentence for each broken rule, by field."""
+    """A new password breaks rules; `problems` has a sentence for each broken rule, by field."""
 
     def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
         self.problems = problems
@@ -38,7 +38,7 @@ class PasswordRefused(errors.InvalidInput):
 
 
 class SessionBackend(ModelBackend):
-    """Django's backend, which also accepts an e-mail address as the user's name.
+    """Django authentication backend that accepts a user name or an e-mail address.
 
     It reads the `InitialPassword` in the same query as the user.
     """
@@ -47,7 +47,7 @@ class SessionBackend(ModelBackend):
         self, request: HttpRequest | None, username: str | None = None, password: str | None = None
     ) -> Any:
         """Return the user with this name or, without one, the only active user with this e-mail address."""
-        return super().authenticate(request, username and _name_of(username), password)
+        return super().authenticate(request, username and _find_user_name(username), password)
 
     def get_user(self, user_id: Any) -> Any:
         """Return the active user with this id, or None."""
@@ -55,10 +55,10 @@ class SessionBackend(ModelBackend):
         return user if user is not None and self.user_can_authenticate(user) else None
 
 
-def _name_of(text: str) -> str:
+def _find_user_name(text: str) -> str:
     """Return the user name for a user name or e-mail address.
 
-    The caller then makes one query and one hash in every case.
+    It makes one query in every case, so the time does not reveal whether the user exists.
     """
     users = get_user_model().objects
     matches = users.filter(Q(username=text) | Q(email__iexact=text, is_active=True))
@@ -67,36 +67,36 @@ def _name_of(text: str) -> str:
 
 
 class ChosenPassword:
-    """Django's hook for new passwords: ends the status of a generated password."""
+    """Password validator whose hook ends the state of a generated password."""
 
     def validate(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Accept every password; the other validators check the rules."""
+        """Accept every password. Other validators check the rules."""
 
     def get_help_text(self) -> str:
-        """Return the help text of Django's forms."""
+        """Return the help text for Django's forms: none."""
         return "A whole sentence is easier to remember and harder to guess."
 
     def password_changed(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Delete the `InitialPassword`. Django calls this after it has saved a new password."""
+        """Delete the user's `InitialPassword`. Django calls this after it has saved a new password."""
         if user is not None:
             InitialPassword.objects.filter(user_id=user.pk).delete()
 
 
-_SENTENCES = {
+_SENTENCE_BY_RULE = {
     "password_too_short": "Use at least {min_length} characters.",
     "password_too_common": "This password is too common.",
     "password_entirely_numeric": "Use at least one character that is not a digit.",
 }
-"""Sentences for Django's password rules, by code. Rules without an entry keep Django's message."""
+"""Sentence for each of Django's password rules, by its code. Other rules keep Django's message."""
 
 
 def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
-    """Return True if this signed-in user still has the generated password."""
+    """Return True if this signed-in user must change a generated password."""
     return user.pk is not None and hasattr(user, "initial_password")
 
 
 def change_password(user_id: int, old: str, new: str) -> Any:
-    """Change the user's password; return the user. Raise PasswordRefused with all broken rules.
+    """Change the user's password and return the user. Raise PasswordRefused with all broken rules.
 
     The rules: `old` is the current password, `new` differs from `old`, and Django's validators accept `new`.
     """
@@ -125,5 +125,5 @@ def _broken_rules(old: str, new: str, user: Any) -> list[str]:
 
 
 def _describe_rule(error: ValidationError) -> str:
-    template = _SENTENCES.get(error.code or "")
+    template = _SENTENCE_BY_RULE.get(error.code or "")
     return template.format(**(error.params or {})) if template else " ".join(error.messages)

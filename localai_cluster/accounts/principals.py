@@ -34,14 +34,15 @@ for its registration, and may download the files that it needs to join.
 """
 
 KEY_PREFIX = "lac-"
-AGENT_PREFIX = "lai-"
-"""Prefix of agent nodes' keys. The reference's agents parse it, so it is not ours to choose (§1.1)."""
-_SHOWN_CHARACTERS = 12
+AGENT_KEY_PREFIX = "lai-"
+"""Prefix of the keys of agent nodes. The reference's agents parse it, so it is part of the protocol
+(§1.1)."""
+_SHOWN_PREFIX_LENGTH = 12
 
 
 @dataclass(frozen=True)
 class Principal:
-    """The caller of a request. An operation records `name` as its actor."""
+    """The caller of a request. Operations record `name` as their actor."""
 
     kind: Kind
     name: str = ""
@@ -55,12 +56,12 @@ class Principal:
 
     @property
     def is_admin(self) -> bool:
-        """True if the caller may use node and operation routes."""
+        """True if the caller may use routes for nodes and operations."""
         return self.kind == "admin"
 
     @property
     def is_user(self) -> bool:
-        """True if the caller may use inference and the documentation."""
+        """True if the caller may use inference routes and the documentation."""
         return self.kind in ("user", "admin")
 
 
@@ -68,11 +69,11 @@ ANONYMOUS = Principal("anonymous")
 JOINING = Principal("joining")
 STATIC_ADMIN = Principal("admin", "static-key")
 KEYLESS = Principal("user", "keyless")
-"""A caller without a key, from a network that the operator admits to inference."""
+"""A caller without a key from a network whose clients need no key."""
 
 
 def hash_secret(text: str) -> str:
-    """Return the fingerprint of a secret: SHA-256, hex."""
+    """Return the SHA-256 of a secret in hex."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -82,12 +83,12 @@ def secrets_equal(offered: str, expected: str) -> bool:
 
 
 def is_registration_token(credential: str) -> bool:
-    """Return True if this is the shared token that lets a worker register."""
+    """Return True if the credential is the shared token with which workers register."""
     return secrets_equal(credential, conf.cluster().registration_token)
 
 
 class KeyUser:
-    """The user of a session that a key began; the user has no row.
+    """The Django user of a session that began with an API key. It has no row.
 
     `owner` is the key's user, None for a static key. At each request Django compares the hash in the session
     with the hash of the key, so the session ends with the key. Such a session cannot open Django's admin.
@@ -105,11 +106,11 @@ class KeyUser:
 
     @property
     def principal(self) -> Principal:
-        """The principal that the key identifies."""
+        """The principal of the session's key."""
         return STATIC_ADMIN if self.owner is None else of_user(self.owner)
 
     def get_username(self) -> str:
-        """Return the name of the caller."""
+        """Return the name of the key's principal."""
         return self.principal.name
 
     def get_session_auth_hash(self) -> str:
@@ -117,11 +118,11 @@ class KeyUser:
         return salted_hmac("localai_cluster.accounts.KeyUser", self._key_hash, algorithm="sha256").hexdigest()
 
     def get_session_auth_fallback_hash(self) -> tuple[str, ...]:
-        """Return no further hashes: the session ends if `SECRET_KEY` changes."""
+        """Return no further hashes, so that a change of `SECRET_KEY` ends the session."""
         return ()
 
     def save(self, **_: Any) -> None:
-        """Do nothing. Django's `login` calls this to store the time of the last sign-in."""
+        """Do nothing. Django's `login` calls this to store the time of a sign-in."""
 
 
 User = AbstractBaseUser | AnonymousUser | KeyUser
@@ -141,7 +142,7 @@ def of_user(user: User | None) -> Principal:
 
 
 def of_session(user: User | None) -> Principal:
-    """Return the principal of a signed-in browser; a newcomer while the user has the generated password."""
+    """Return the principal of a browser's session. A user with a generated password is a newcomer."""
     owner = of_user(user)
     if user is None or isinstance(user, KeyUser) or not owner.is_authenticated:
         return owner
@@ -154,32 +155,32 @@ def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
 
 
 def create_agent_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Create the key of an agent node: `lai-` and 64 hex digits."""
-    return _store_key(user, name[:100], AGENT_PREFIX + secrets.token_hex(32))
+    """Create the API key of an agent node: `lai-` and 64 hex digits."""
+    return _store_key(user, name[:100], AGENT_KEY_PREFIX + secrets.token_hex(32))
 
 
 def _store_key(user: Any, name: str, plain: str) -> tuple[ApiKey, str]:
     row = ApiKey.objects.create(
-        user=user, name=name, prefix=plain[:_SHOWN_CHARACTERS], key_hash=hash_secret(plain)
+        user=user, name=name, prefix=plain[:_SHOWN_PREFIX_LENGTH], key_hash=hash_secret(plain)
     )
     return row, plain
 
 
 def bearer(authorization: str) -> str:
-    """Return the token of an `Authorization: Bearer …` header value, "" for any other value."""
+    """Return the token in an `Authorization: Bearer …` header, "" for any other header."""
     scheme, _, token = authorization.strip().partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-_VALID = {"revoked_at__isnull": True, "user__is_active": True}
-VALID_SQL = "k.revoked_at IS NULL AND u.is_active"
-"""The condition `_VALID` as SQL. `k` is a row of `api_keys`, `u` its row of `auth_user`."""
+_VALID_KEY_FILTER = {"revoked_at__isnull": True, "user__is_active": True}
+VALID_KEY_SQL = "k.revoked_at IS NULL AND u.is_active"
+"""SQL condition for a valid key: `k` is its row of `api_keys`, `u` the row of its user."""
 
 
 class WrongKey(errors.NotAuthenticated):
-    """Incorrect API key provided.
+    """The API key is incorrect.
 
-    The text is OpenAI's: clients such as LiteLLM recognize a wrong key by it.
+    The message is OpenAI's, because clients such as LiteLLM recognize a wrong key by it.
     """
 
     message = "Incorrect API key provided."
@@ -188,23 +189,25 @@ class WrongKey(errors.NotAuthenticated):
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A credential in the form of a user's or an agent node's key. Only a row confirms it."""
+    """A credential that has the form of a stored key. Only a row confirms that it is valid."""
 
     hash: str
 
 
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
+_CREDENTIAL_HEADERS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
 def credential_headers(scope: Any) -> dict[str, str]:
-    """Return the headers of a raw request or websocket that may hold a credential, by name."""
+    """Return the headers of a request that may hold a credential, by name."""
     return {
-        name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CREDENTIALS
+        name.decode(): value.decode("latin-1")
+        for name, value in scope["headers"]
+        if name in _CREDENTIAL_HEADERS
     }
 
 
 def offered_credential(headers: Mapping[str, str]) -> str | None:
-    """Return the credential in one of the accepted headers (§0.2), None if there is none."""
+    """Return the credential in the headers (§0.2), None without one."""
     if authorization := headers.get("authorization"):
         return bearer(authorization)
     return headers.get("x-api-key") or headers.get("xi-api-key") or None
@@ -214,9 +217,9 @@ _hash_static_key = cache(hash_secret)
 
 
 def find_static_key(credential: str) -> int | None:
-    """Return the index of this key in `LOCALAI_API_KEY`; None if it is not in the list.
+    """Return the position of this key in `LOCALAI_API_KEY`, None if it is not in the list.
 
-    The time that the comparison takes does not reveal the index.
+    The time of the comparison does not reveal the position.
     """
     offered = hash_secret(credential)
     matches = [hmac.compare_digest(offered, _hash_static_key(key)) for key in conf.cluster().api_keys if key]
@@ -224,25 +227,25 @@ def find_static_key(credential: str) -> int | None:
 
 
 def classify_credential(credential: str) -> Principal | StoredKey:
-    """Classify the credential by its form, without the database.
+    """Return the principal or the stored key that a credential stands for, without the database.
 
     The result is `ANONYMOUS` for a credential that is neither the static key nor in the form of a stored key.
     """
     if find_static_key(credential) is not None:
         return STATIC_ADMIN
-    if credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
+    if credential.startswith((KEY_PREFIX, AGENT_KEY_PREFIX)):
         return StoredKey(hash_secret(credential))
     return ANONYMOUS
 
 
 def read_credential(headers: Mapping[str, str]) -> Principal | StoredKey | None:
-    """Return the classified credential of a request's headers; None if the headers have none."""
+    """Return the classified credential of a request's headers, None without one."""
     credential = offered_credential(headers)
     return None if credential is None else classify_credential(credential)
 
 
 def owner_of(credential: Principal | StoredKey) -> Principal:
-    """Return the principal that owns this credential; `ANONYMOUS` for an unknown one. One query at most."""
+    """Return the principal that owns the credential, `ANONYMOUS` for an unknown one. One query at most."""
     if isinstance(credential, Principal):
         return credential
     key = find_stored_key(key_hash=credential.hash)
@@ -250,5 +253,5 @@ def owner_of(credential: Principal | StoredKey) -> Principal:
 
 
 def find_stored_key(**columns: Any) -> ApiKey | None:
-    """Return the valid key with these column values, and its user, in one query."""
-    return ApiKey.objects.select_related("user").filter(**columns, **_VALID).first()
+    """Return the valid API key with these column values, in one query with its user."""
+    return ApiKey.objects.select_related("user").filter(**columns, **_VALID_KEY_FILTER).first()

@@ -40,54 +40,54 @@ from localai_cluster.web.wire import Scope
 
 
 class SessionStore(db.SessionStore):
-    """Django's session store, looked up only by valid keys.
+    """Django's session store, which ignores malformed session keys.
 
     A cookie can contain an escaped NUL character. PostgreSQL refuses such a text, and every route would
     respond with 500. The class keeps its name, because Django signs sessions with it.
     """
 
     def _validate_session_key(self, key: Any) -> bool:
-        """Return True if Django can have generated this key; other keys have no session."""
+        """Return True if the session key has the form of Django's keys."""
         return bool(super()._validate_session_key(key)) and set(key) <= set(VALID_KEY_CHARS)  # type: ignore[misc]
 
 
-_STORED_KEYS = 1000
-"""First of the ids of stored keys in `KeyUser`, negated.
+_FIRST_STORED_KEY_ID = 1000
+"""Offset of the negative ids of stored keys in `KeyUser`.
 
 The ids are -1, -2 … for the static keys and below -1000 for stored keys. A row's id is positive.
 """
 
 
 class KeyBackend(BaseBackend):
-    """Django authentication backend for a key. The session ends when the key ends.
+    """Django authentication backend for API keys. The session ends when the key ends.
 
     The key of an agent node cannot begin a session.
     """
 
     def authenticate(self, request: HttpRequest | None, token: str) -> Any:  # type: ignore[override]
-        """Return the user of the key; None for an invalid key."""
+        """Return the session user for a valid key, otherwise None."""
         position = principals.find_static_key(token)
         if position is not None:
             return KeyUser(-1 - position, principals.hash_secret(token))
         credential = principals.classify_credential(token)
-        if not isinstance(credential, principals.StoredKey) or token.startswith(principals.AGENT_PREFIX):
+        if not isinstance(credential, principals.StoredKey) or token.startswith(principals.AGENT_KEY_PREFIX):
             return None
         return self._of_row(principals.find_stored_key(key_hash=credential.hash))
 
     def get_user(self, user_id: int) -> Any:
-        """Return the user of a session that a key began.
+        """Return the session user with this id. The result is None if the key no longer exists.
 
-        The result is None if the key no longer exists, or if the id is that of a user with a row.
+        It is also None for the id of a user with a row.
         """
-        if user_id < -_STORED_KEYS:
-            return self._of_row(principals.find_stored_key(pk=-user_id - _STORED_KEYS))
+        if user_id < -_FIRST_STORED_KEY_ID:
+            return self._of_row(principals.find_stored_key(pk=-user_id - _FIRST_STORED_KEY_ID))
         keys = conf.cluster().api_keys
         if -len(keys) <= user_id < 0:
             return KeyUser(user_id, principals.hash_secret(keys[-user_id - 1]))
         return None
 
     def _of_row(self, row: ApiKey | None) -> KeyUser | None:
-        return KeyUser(-_STORED_KEYS - row.pk, row.key_hash, row.user) if row is not None else None
+        return KeyUser(-_FIRST_STORED_KEY_ID - row.pk, row.key_hash, row.user) if row is not None else None
 
 
 _CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"sec-fetch-site", b"x-csrftoken"})
@@ -95,7 +95,7 @@ _CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"sec-f
 
 
 def has_session(scope: Scope) -> bool:
-    """Return True if the request has a session cookie. The session may already have ended."""
+    """Return True if the request has a session cookie. The session may have ended."""
     name = settings.SESSION_COOKIE_NAME.encode()
     return any(header == b"cookie" and name in value for header, value in scope["headers"])
 
@@ -114,26 +114,26 @@ async def principal_of_request(scope: Scope) -> Principal:
 
 
 class NoSuchSession(WrongKey):
-    """The session has ended or never existed. Guesses count like wrong keys."""
+    """The session has ended or never existed. It counts like a wrong key, because it may be a guess."""
 
     message = "sign-in required"
     code = NotAuthenticated.code
 
 
-def _nothing(_: HttpRequest) -> HttpResponse:
+def _empty_response(_: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
 def csrf_problem(request: HttpRequest) -> str:
-    """Return the reason why a change by a session is refused.
+    """Return the reason why a session may not make this change; "" if it may.
 
-    The result is "" if the change is accepted, or if the request changes nothing.
+    It is also "" if the request changes nothing.
     """
     if _is_same_origin(request):
         return ""
-    check = CSRFCheck(_nothing)
+    check = CSRFCheck(_empty_response)
     check.process_request(request)
-    return str(check.process_view(request, _nothing, (), {}) or "")
+    return str(check.process_view(request, _empty_response, (), {}) or "")
 
 
 def _is_same_origin(request: HttpRequest) -> bool:
@@ -167,21 +167,24 @@ def _read_session(scope: Scope) -> Principal:
 
 
 ACCESS_CHANNEL = "cluster_access"
-"""NOTIFY channel. A payload is `user <id>` or `session <MD5 of its key>`, as in `access_names`."""
+"""NOTIFY channel for callers whose access may have ended.
+
+A payload is `user <id>` or `session <MD5 of its key>`, as in `access_names`.
+"""
 
 
 class PrincipalMiddleware:
-    """ASGI middleware that sets `scope["principal"]`, inside of `SessionMiddleware`."""
+    """ASGI middleware for websockets that sets `scope["principal"]`. Use it inside of `SessionMiddleware`."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Read the principal, in at most two queries. Count a wrong key like one over REST."""
+        """Set the principal, with at most two queries. Count a wrong key as a failure of its address."""
         principal = anonymous_if_newcomer(await principal_of_socket(scope))
         offered = principals.offered_credential(principals.credential_headers(scope))
         if offered and not principal.is_authenticated:
-            await throttle.api_keys().noted(principals.WrongKey(), wire.client_of(scope))
+            await throttle.api_keys().note_in_thread(principals.WrongKey(), wire.client_of(scope))
         entries = {
             "principal": principal,
             "current_principal": lambda: current_principal(scope),
@@ -191,14 +194,14 @@ class PrincipalMiddleware:
 
 
 def access_names(scope: Any, principal: Principal) -> frozenset[str]:
-    """Return the payloads of `ACCESS_CHANNEL` notifications that concern this caller."""
+    """Return the payloads of `ACCESS_CHANNEL` that concern this caller."""
     key = scope["session"].session_key or ""
     session = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
     return frozenset({f"user {principal.user_id}", f"session {session}"})
 
 
 def anonymous_if_newcomer(principal: Principal) -> Principal:
-    """Return the principal for websockets: anonymous while the user has the generated password."""
+    """Return the principal, or an anonymous one while the user has a generated password."""
     return ANONYMOUS if principal.kind == "newcomer" else principal
 
 
@@ -214,6 +217,6 @@ async def principal_of_socket(scope: Any) -> Principal:
 
 
 async def current_principal(scope: Any) -> Principal:
-    """Read the session again and return the caller's present principal."""
+    """Read the session or the key again, and return the caller's principal."""
     session = type(scope["session"]._wrapped)(scope["session"].session_key)
     return anonymous_if_newcomer(await principal_of_socket({**scope, "session": session}))

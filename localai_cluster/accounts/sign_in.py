@@ -1,8 +1,8 @@
 """Sign-in, sign-out and change of the password (`contract/http-api.md` §5.4), with Django's sessions.
 
-People sign in with name and password, or a browser with a key, whose session ends with the key; nodes have no
-session. Errors are flat. Every change must come from a page of this origin, also of an anonymous caller. A
-person with a generated password can use only these routes until it is changed.
+People sign in with name and password, or a browser with a key, whose session ends with the key. Nodes have no
+session. Errors are in the flat envelope. Every change must come from a page of this origin, also of an
+anonymous caller. A person with a generated password can use only these routes until it is changed.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ from localai_cluster.web import envelopes, rest, throttle
 from localai_cluster.web.openapi import extend_schema, request_example, response_example
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 
-_PASSWORD_LENGTH = 4096
-"""Maximum length of a password in characters: hashing a longer one would only cost time."""
+_MAX_PASSWORD_LENGTH = 4096
+"""Maximum number of characters of a password, because hashing a longer one costs time."""
 
 
-def _password() -> Text:
-    return Text(max_length=_PASSWORD_LENGTH, style={"input_type": "password"})
+def _password_field() -> Text:
+    return Text(max_length=_MAX_PASSWORD_LENGTH, style={"input_type": "password"})
 
 
 class PersonSerializer(serializers.Serializer[Any]):
@@ -71,7 +71,7 @@ class LoginSerializer(NullIsAbsent):
 
     username = Text(required=False, max_length=254)
     email = Text(required=False, max_length=254)
-    password = _password()
+    password = _password_field()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         """Raise ValidationError unless one of the two names says something."""
@@ -84,14 +84,14 @@ class LoginSerializer(NullIsAbsent):
 class TokenLoginSerializer(NullIsAbsent):
     """A static key, or a person's key."""
 
-    token = _password()
+    token = _password_field()
 
 
 class PasswordSerializer(NullIsAbsent):
     """The current password and the new one."""
 
-    old = _password()
-    new = _password()
+    old = _password_field()
+    new = _password_field()
 
 
 class FieldRefusalSerializer(serializers.Serializer[Any]):
@@ -110,18 +110,18 @@ class PasswordRefusalSerializer(FieldRefusalSerializer):
     )
 
 
-FEATURES = (
+REFERENCE_FEATURES = (
     *("3d", "agents", "audio_classification", "audio_diarization", "audio_speech", "audio_transcription"),
     *("audio_transform", "chat", "collections", "detection", "embeddings", "face_recognition", "fine_tuning"),
     *("images", "localai_assistant", "mcp", "mcp_jobs", "moderation", "pii_filter", "quantization"),
     *("realtime", "rerank", "skills", "sound", "stores", "tokenize", "vad", "video", "voice_recognition"),
 )
-"""The reference's features, by the names that its pages use."""
-_BUILT = frozenset(
+"""The reference's features by the names that its pages use."""
+_BUILT_FEATURES = frozenset(
     {"audio_speech", "audio_transcription", "chat", "embeddings", "images", "rerank", "tokenize"}
 )
 
-_PERSON = {
+_PERSON_EXAMPLE = {
     "id": "1",
     "email": "",
     "name": "admin",
@@ -131,25 +131,25 @@ _PERSON = {
     "permissions": {"chat": True, "agents": False},
     "mustChangePassword": False,
 }
-STATUS = response_example(
+STATUS_EXAMPLE = response_example(
     {
         "authEnabled": True,
         "staticApiKeyRequired": False,
         "providers": ["local"],
         "hasUsers": True,
         "registrationMode": "invite",
-        "user": _PERSON,
+        "user": _PERSON_EXAMPLE,
     }
 )
-SIGNED_IN = response_example({"user": _PERSON})
-LOGIN = request_example({"username": "admin", "password": "correct horse battery staple"})
-TOKEN_LOGIN = request_example({"token": "lac-7d2f0c4e9b1a5836"})
-PASSWORD = request_example({"old": "correct horse battery staple", "new": "another long sentence"})
-SIGNED_OUT = response_example({"message": "signed out"})
-NOT_SIGNED_IN = response_example({"error": "sign-in required"}, "401")
-WRONG_NAME = response_example({"error": "incorrect username or password"}, "401")
-WRONG_TOKEN = response_example({"error": "incorrect token"}, "401")
-WRONG_OLD = response_example(
+SIGNED_IN_EXAMPLE = response_example({"user": _PERSON_EXAMPLE})
+LOGIN_EXAMPLE = request_example({"username": "admin", "password": "correct horse battery staple"})
+TOKEN_LOGIN_EXAMPLE = request_example({"token": "lac-7d2f0c4e9b1a5836"})
+PASSWORD_EXAMPLE = request_example({"old": "correct horse battery staple", "new": "another long sentence"})
+SIGNED_OUT_EXAMPLE = response_example({"message": "signed out"})
+NOT_SIGNED_IN_EXAMPLE = response_example({"error": "sign-in required"}, "401")
+WRONG_NAME_EXAMPLE = response_example({"error": "incorrect username or password"}, "401")
+WRONG_TOKEN_EXAMPLE = response_example({"error": "incorrect token"}, "401")
+WRONG_OLD_EXAMPLE = response_example(
     {
         "error": "Current password is incorrect.",
         "field": "old",
@@ -157,12 +157,14 @@ WRONG_OLD = response_example(
     },
     "400",
 )
-EMPTY_NAME = response_example({"error": "username: must not be empty", "field": "username"}, "400")
-NO_CSRF = response_example({"error": "CSRF Failed: CSRF token missing."}, "403")
-TOO_MANY = response_example({"error": "too many failed sign-ins from this address; try again later"}, "429")
+EMPTY_NAME_EXAMPLE = response_example({"error": "username: must not be empty", "field": "username"}, "400")
+NO_CSRF_EXAMPLE = response_example({"error": "CSRF Failed: CSRF token missing."}, "403")
+TOO_MANY_EXAMPLE = response_example(
+    {"error": "too many failed sign-ins from this address; try again later"}, "429"
+)
 
 
-_MEANINGS = {
+_MEANING_BY_STATUS = {
     400: "The request is not valid; `field` names what is wrong.",
     401: "Incorrect username or password, or not signed in.",
     403: "The request is not one of a page of this origin, and the CSRF token is missing or wrong.",
@@ -171,12 +173,15 @@ _MEANINGS = {
 }
 
 
-def _refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    return {status: OpenApiResponse(FieldRefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
+def _refusal_responses(*statuses: int) -> dict[int, OpenApiResponse]:
+    return {
+        status: OpenApiResponse(FieldRefusalSerializer, _MEANING_BY_STATUS[status])
+        for status in (*statuses, 503)
+    }
 
 
 class SessionView(APIView):
-    """Base of the sign-in routes: open to everyone, errors in the flat envelope."""
+    """Base of the sign-in routes. They are open to everyone and use the flat envelope."""
 
     envelope = "flat"
     flat_auth = True
@@ -184,13 +189,13 @@ class SessionView(APIView):
     permission_classes: list[Any] = []
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Refuse a method that the route lacks with 405 before the CSRF token is checked."""
+        """Refuse an unsupported method with 405 before the CSRF token is checked."""
         if request.method not in self.allowed_methods:
             self.http_method_not_allowed(request)
         super().initial(request, *args, **kwargs)
 
     def sign_in(self, request: Request, shape: type[serializers.Serializer[Any]], refusal: str) -> Response:
-        """Begin a session with the credentials of the body. Raise NotAuthenticated with `refusal` as text."""
+        """Begin a session with the body's credentials. Raise NotAuthenticated with the text `refusal`."""
         sent = validate_body(shape, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
@@ -211,8 +216,8 @@ class StatusView(SessionView):
         summary="Show who is signed in",
         tags=["session"],
         auth=[],
-        responses={200: StatusSerializer, **_refusals()},
-        examples=[STATUS],
+        responses={200: StatusSerializer, **_refusal_responses()},
+        examples=[STATUS_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """`user` is null without a session or a valid key. Sets the CSRF cookie.
@@ -243,14 +248,14 @@ class LoginView(SessionView):
         tags=["session"],
         auth=[],
         request=LoginSerializer,
-        responses={200: SignedInSerializer, **_refusals(400, 401, 403, 429)},
+        responses={200: SignedInSerializer, **_refusal_responses(400, 401, 403, 429)},
         examples=[
-            LOGIN,
-            SIGNED_IN,
-            EMPTY_NAME,
-            WRONG_NAME,
-            NO_CSRF,
-            TOO_MANY,
+            LOGIN_EXAMPLE,
+            SIGNED_IN_EXAMPLE,
+            EMPTY_NAME_EXAMPLE,
+            WRONG_NAME_EXAMPLE,
+            NO_CSRF_EXAMPLE,
+            TOO_MANY_EXAMPLE,
         ],
     )
     def post(self, request: Request) -> Response:
@@ -267,8 +272,14 @@ class TokenLoginView(SessionView):
         tags=["session"],
         auth=[],
         request=TokenLoginSerializer,
-        responses={200: SignedInSerializer, **_refusals(400, 401, 403, 429)},
-        examples=[TOKEN_LOGIN, SIGNED_IN, WRONG_TOKEN, NO_CSRF, TOO_MANY],
+        responses={200: SignedInSerializer, **_refusal_responses(400, 401, 403, 429)},
+        examples=[
+            TOKEN_LOGIN_EXAMPLE,
+            SIGNED_IN_EXAMPLE,
+            WRONG_TOKEN_EXAMPLE,
+            NO_CSRF_EXAMPLE,
+            TOO_MANY_EXAMPLE,
+        ],
     )
     def post(self, request: Request) -> Response:
         """By a static key or a person's key. The session may do what the key may, and ends with the key."""
@@ -284,8 +295,8 @@ class LogoutView(SessionView):
         tags=["session"],
         auth=[],
         request=None,
-        responses={200: rest.MessageSerializer, **_refusals(403)},
-        examples=[SIGNED_OUT, NO_CSRF],
+        responses={200: rest.MessageSerializer, **_refusal_responses(403)},
+        examples=[SIGNED_OUT_EXAMPLE, NO_CSRF_EXAMPLE],
     )
     def post(self, request: Request) -> Response:
         """Ends this session; without one, nothing happens."""
@@ -303,16 +314,16 @@ class PasswordView(SessionView):
         request=PasswordSerializer,
         responses={
             200: SignedInSerializer,
-            **_refusals(401, 403, 429),
-            400: OpenApiResponse(PasswordRefusalSerializer, _MEANINGS[400]),
+            **_refusal_responses(401, 403, 429),
+            400: OpenApiResponse(PasswordRefusalSerializer, _MEANING_BY_STATUS[400]),
         },
         examples=[
-            PASSWORD,
-            SIGNED_IN,
-            WRONG_OLD,
-            NOT_SIGNED_IN,
-            NO_CSRF,
-            TOO_MANY,
+            PASSWORD_EXAMPLE,
+            SIGNED_IN_EXAMPLE,
+            WRONG_OLD_EXAMPLE,
+            NOT_SIGNED_IN_EXAMPLE,
+            NO_CSRF_EXAMPLE,
+            TOO_MANY_EXAMPLE,
         ],
     )
     def post(self, request: Request) -> Response:
@@ -347,20 +358,24 @@ class PasswordView(SessionView):
 
 
 def render_user(user: Any) -> dict[str, Any]:
-    """Return a user in wire form. The user of a static key has the name that the reference uses."""
+    """Return a user in the form of the REST API. The user of a static key has the reference's name."""
     if isinstance(user, KeyUser):
         person = {"id": "legacy-api-key", "email": "", "name": "API Key User", "provider": ""}
-        return _with_role(user.principal, False, person) if user.owner is None else render_user(user.owner)
+        return (
+            _describe_person(user.principal, False, person) if user.owner is None else render_user(user.owner)
+        )
     person = {"id": str(user.pk), "email": user.email, "name": user.get_username(), "provider": "local"}
-    return _with_role(principals.of_user(user), passwords.must_change(user), person)
+    return _describe_person(principals.of_user(user), passwords.must_change(user), person)
 
 
-def _with_role(caller: principals.Principal, must_change: bool, person: dict[str, str]) -> dict[str, Any]:
+def _describe_person(
+    caller: principals.Principal, must_change: bool, person: dict[str, str]
+) -> dict[str, Any]:
     return {
         **person,
         "avatarUrl": "",
         "role": "admin" if caller.is_admin else "user",
-        "permissions": {feature: feature in _BUILT for feature in FEATURES},
+        "permissions": {feature: feature in _BUILT_FEATURES for feature in REFERENCE_FEATURES},
         "mustChangePassword": must_change,
     }
 

@@ -29,11 +29,11 @@ FIGURES: Mapping[str, tuple[MetricWrapperBase, ...]] = {
     "tasks": passes.FIGURES,
     "worker": worker.FIGURES,
 }
-"""Metrics by kind of process."""
+"""Metrics of each kind of process."""
 
 
 class Build(Collector):
-    """Collector of the metric `build_info`: kind and version of this process."""
+    """Prometheus collector of `build_info`: kind and version of this process."""
 
     NAME = PREFIX + "build_info"
     MEANING = "Always 1; the labels are the process and its version."
@@ -43,14 +43,14 @@ class Build(Collector):
         self._process = process
 
     def collect(self) -> Iterable[Metric]:
-        """Return the one sample."""
+        """Return the metric with its only sample."""
         family = GaugeMetricFamily(self.NAME, self.MEANING, labels=self.LABELS)
         family.add_metric([self._process, __version__], 1)
         return [family]
 
 
-class _Shared(Collector):
-    """Collector of the sums over several web processes.
+class _SharedCollector(Collector):
+    """Prometheus collector of the sums over the web processes of one address.
 
     The library's files also hold metrics of other kinds of processes; those are omitted.
     """
@@ -60,18 +60,18 @@ class _Shared(Collector):
         self._files = MultiProcessCollector(None, SHARED_FOLDER)
 
     def collect(self) -> Iterable[Metric]:
-        """Return the sums."""
+        """Return the metrics summed over the web processes."""
         web.refresh()
         return [family for family in self._files.collect() if family.name in self._names]
 
 
 @cache
 def registry(process: str) -> CollectorRegistry:
-    """Return the registry with the metrics of a process of this kind."""
+    """Return a registry with the metrics of this kind of process."""
     metrics_registry = CollectorRegistry()
     metrics_registry.register(Build(process))
     if SHARED_FOLDER:
-        metrics_registry.register(_Shared(FIGURES[process]))
+        metrics_registry.register(_SharedCollector(FIGURES[process]))
         return metrics_registry
     ProcessCollector(registry=metrics_registry)
     for figure in FIGURES[process]:
@@ -79,19 +79,21 @@ def registry(process: str) -> CollectorRegistry:
     return metrics_registry
 
 
-class _Families(Collector):
+class _FixedCollector(Collector):
+    """Prometheus collector of given metrics."""
+
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families."""
+        """Return the given metrics."""
         return self._families
 
 
 def text(process: str, additional: Sequence[Metric] = ()) -> bytes:
-    """Return all metrics of a process and the `additional` ones, in Prometheus' text format.
+    """Return the metrics of this process and the `additional` ones in Prometheus' text format.
 
-    With the process "" only the additional metrics are returned.
+    If `process` is "", only the additional metrics are returned.
     """
     own = generate_latest(registry(process)) if process else b""
-    return own + generate_latest(_Families(additional))
+    return own + generate_latest(_FixedCollector(additional))

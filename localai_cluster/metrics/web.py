@@ -11,7 +11,7 @@ from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from localai_cluster.metrics.kinds import REQUESTS, counter, gauge, seconds
+from localai_cluster.metrics.kinds import REQUEST_BUCKETS, counter, gauge, seconds
 
 HTTP_REQUESTS = counter(
     "http_requests",
@@ -23,7 +23,7 @@ HTTP_SECONDS = seconds(
     "http_request_duration_seconds",
     "From the head of a request to the end of its answer.",
     "surface",
-    buckets=REQUESTS,
+    buckets=REQUEST_BUCKETS,
 )
 INFERENCE_REQUESTS = counter(
     "inference_requests",
@@ -35,7 +35,7 @@ INFERENCE_SECONDS = seconds(
     "inference_request_duration_seconds",
     "The same from head to end, waits for a load included; only what was answered with 200.",
     "model",
-    buckets=REQUESTS,
+    buckets=REQUEST_BUCKETS,
 )
 IN_FLIGHT = gauge("inference_requests_in_flight", "Requests that run on replicas for this process.")
 WAITING = gauge("inference_requests_waiting", "Requests that wait in this process for a model to be loaded.")
@@ -43,7 +43,7 @@ FIRST_TOKEN = seconds(
     "inference_first_token_seconds",
     "From a request for a stream of text to its first piece, waits for a load included.",
     "model",
-    buckets=REQUESTS,
+    buckets=REQUEST_BUCKETS,
 )
 TOKENS = counter(
     "inference_tokens",
@@ -57,7 +57,7 @@ PICKS = counter(
     "outcome",
 )
 PICK_SECONDS = seconds(
-    "pick_duration_seconds", "How long a request waited for the pick of its replica.", buckets=REQUESTS
+    "pick_duration_seconds", "How long a request waited for the pick of its replica.", buckets=REQUEST_BUCKETS
 )
 PREFIX_PICKS = counter(
     "prefix_picks",
@@ -95,26 +95,26 @@ FIGURES = (
     HEARTBEATS_LOST,
 )
 
-_readers: dict[Gauge, Callable[[], float]] = {}
+_reader_by_gauge: dict[Gauge, Callable[[], float]] = {}
 
 
 def set_reader(figure: Gauge, read: Callable[[], float]) -> None:
     """Make a gauge read its value from `read()` at each scrape.
 
-    In a scrape of another process, the value is that of the last `refresh`.
+    A scrape of another process gets the value of the last `refresh`.
     """
     figure.set_function(read)
-    _readers[figure] = read
+    _reader_by_gauge[figure] = read
 
 
 def refresh() -> None:
-    """Write the current values of the gauges, for scrapes of the other web processes."""
-    for figure, read in _readers.items():
+    """Store the current values of the gauges, for scrapes of other web processes of the address."""
+    for figure, read in _reader_by_gauge.items():
         figure.set(read())
 
 
 CLIENT_LEFT = "left"
-_SURFACES = {
+_SURFACE_BY_SEGMENT = {
     "v1": "inference",
     "v2": "inference",
     "embeddings": "inference",
@@ -146,8 +146,8 @@ _SURFACES = {
     "readyz": "probes",
     "metrics": "probes",
 }
-"""Surface of the server by the first segment of a path; the default is `other`."""
-_OLLAMA = frozenset(
+"""Surface of the server (a label of HTTP metrics) by the first segment of a path; the default is `other`."""
+_OLLAMA_PATHS = frozenset(
     f"/api/{name}"
     for name in (
         *("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version"),
@@ -156,72 +156,72 @@ _OLLAMA = frozenset(
 )
 
 
-def surface(path: str) -> str:
-    """Return the surface of the server to which a path belongs."""
+def surface_of_path(path: str) -> str:
+    """Return the surface of the server to which a path belongs, such as `inference`."""
     if path.startswith("/api/node/"):
         return "workers"
-    if path in _OLLAMA or path.startswith("/api/blobs/"):
+    if path in _OLLAMA_PATHS or path.startswith("/api/blobs/"):
         return "inference"
     if path.startswith("/models/"):
         return "api"
-    return _SURFACES.get(path[1:].partition("/")[0], "other")
+    return _SURFACE_BY_SEGMENT.get(path[1:].partition("/")[0], "other")
 
 
 @cache
-def _of_surface(where: str, status: int | str) -> tuple[Counter, Histogram]:
+def _samples_of_surface(where: str, status: int | str) -> tuple[Counter, Histogram]:
     return HTTP_REQUESTS.labels(where, status), HTTP_SECONDS.labels(where)
 
 
 @cache
-def _of_model(model: str, status: int | str) -> tuple[Counter, Histogram]:
+def _samples_of_model(model: str, status: int | str) -> tuple[Counter, Histogram]:
     return INFERENCE_REQUESTS.labels(model, status), INFERENCE_SECONDS.labels(model)
 
 
-_of_outcome = cache(PICKS.labels)
-_first_of_model = cache(FIRST_TOKEN.labels)
+_picks_of_outcome = cache(PICKS.labels)
+_first_token_of_model = cache(FIRST_TOKEN.labels)
 _tokens_of_model = cache(TOKENS.labels)
-_prefix_outcome = cache(PREFIX_PICKS.labels)
+_prefix_picks_of_outcome = cache(PREFIX_PICKS.labels)
 
 
 @cache
-def _prefix_blocks(model: str) -> tuple[Counter, Counter]:
+def _prefix_blocks_of_model(model: str) -> tuple[Counter, Counter]:
     return PREFIX_BLOCKS.labels(model, "asked"), PREFIX_BLOCKS.labels(model, "hit")
 
 
 def request_ended(path: str, status: int | str, took: float) -> None:
-    """Count one HTTP request that has ended."""
-    requests, durations = _of_surface(surface(path), status)
+    """Count an HTTP request that took `took` seconds."""
+    requests, durations = _samples_of_surface(surface_of_path(path), status)
     requests.inc()
     durations.observe(took)
 
 
 @dataclass(slots=True)
 class ModelCounts:
-    """Counts of this process for one model since the last `take_model_counts`."""
+    """Counts of this process for one model since `take_model_counts` was last called."""
 
     requests: int = 0
     errors: int = 0
-    """Number of requests that ended with a status of 500 or above."""
+    """Number of requests that ended with a status from 500 on."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0
     first_token_ms: int = 0
-    """Sum of the milliseconds until the first tokens."""
+    """Sum of the milliseconds from a request to its first token."""
 
 
 _model_counts: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
 
 
 def take_model_counts() -> dict[str, ModelCounts]:
-    """Return the counts of this process by model, and reset the counts."""
+    """Return the counts of this process by model, and set them to 0."""
     global _model_counts
     taken, _model_counts = _model_counts, defaultdict(ModelCounts)
     return taken
 
 
 def inference_ended(model: str, status: int | str, took: float) -> None:
-    """Count one inference request that has ended."""
-    requests, durations = _of_model(model, status)
+    """Count an inference request that took `took` seconds."""
+    requests, durations = _samples_of_model(model, status)
     requests.inc()
     counts = _model_counts[model]
     counts.requests += 1
@@ -231,15 +231,15 @@ def inference_ended(model: str, status: int | str, took: float) -> None:
 
 
 def first_token(model: str, took: float) -> None:
-    """Record the seconds until the first chunk of an engine's response."""
-    _first_of_model(model).observe(took)
+    """Count the seconds from a request to the first chunk of its response."""
+    _first_token_of_model(model).observe(took)
     counts = _model_counts[model]
     counts.first_tokens += 1
     counts.first_token_ms += round(1000 * took)
 
 
 def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
-    """Count the tokens of one complete response; `cached` are the tokens of a cached prefix."""
+    """Count the tokens of a complete response. `cached` is the number of cached prompt tokens."""
     for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
         _tokens_of_model(model, kind).inc(count)
     counts = _model_counts[model]
@@ -248,15 +248,15 @@ def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
 
 
 def pick_ended(outcome: str, took: float) -> None:
-    """Count one pick that has ended."""
-    _of_outcome(outcome).inc()
+    """Count a pick that took `took` seconds."""
+    _picks_of_outcome(outcome).inc()
     PICK_SECONDS.observe(took)
 
 
 def prefix_picked(model: str, outcome: str, blocks: int, cached: int) -> None:
-    """Count one pick by prefix; the replica had `cached` of the prompt's `blocks`."""
-    _prefix_outcome(model, outcome).inc()
-    asked, hit = _prefix_blocks(model)
+    """Count a pick by prefix. The picked replica cached `cached` of the prompt's `blocks`."""
+    _prefix_picks_of_outcome(model, outcome).inc()
+    asked, hit = _prefix_blocks_of_model(model)
     asked.inc(blocks)
     if cached:
         hit.inc(cached)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from localai_cluster.kit import clock
-from localai_cluster.metrics.kinds import WORK, counter, gauge, seconds
+from localai_cluster.metrics.kinds import WORK_BUCKETS, counter, gauge, seconds
 
 HEARTBEATS = counter(
     "worker_heartbeats",
@@ -18,38 +18,40 @@ COMMANDS = counter(
     "outcome",
 )
 COMMAND_SECONDS = seconds(
-    "worker_command_duration_seconds", "How long the answer took.", "command", buckets=WORK
+    "worker_command_duration_seconds", "How long the answer took.", "command", buckets=WORK_BUCKETS
 )
-STARTS = counter("worker_engine_starts", "Engines that were started (`ok`, `failed`).", "outcome")
-START_SECONDS = seconds("worker_engine_start_duration_seconds", "Until an engine was ready.", buckets=WORK)
-CRASHES = counter("worker_engine_crashes", "Engines that ended although nothing had stopped them.")
-ENGINES = gauge("worker_engines", "Engines that run, starting ones included.")
+ENGINE_STARTS = counter("worker_engine_starts", "Engines that were started (`ok`, `failed`).", "outcome")
+ENGINE_START_SECONDS = seconds(
+    "worker_engine_start_duration_seconds", "Until an engine was ready.", buckets=WORK_BUCKETS
+)
+ENGINE_CRASHES = counter("worker_engine_crashes", "Engines that ended although nothing had stopped them.")
+RUNNING_ENGINES = gauge("worker_engines", "Engines that run, starting ones included.")
 BUS_CONNECTED = gauge("worker_bus_connected", "1 while the worker is connected to the message bus.")
 FIGURES = (
     HEARTBEATS,
     COMMANDS,
     COMMAND_SECONDS,
-    STARTS,
-    START_SECONDS,
-    CRASHES,
-    ENGINES,
+    ENGINE_STARTS,
+    ENGINE_START_SECONDS,
+    ENGINE_CRASHES,
+    RUNNING_ENGINES,
     BUS_CONNECTED,
 )
 
 
 def command_ended(command: str, outcome: str, took: float) -> None:
-    """Count one command that has ended."""
+    """Count a command that took `took` seconds."""
     COMMANDS.labels(command, outcome).inc()
     COMMAND_SECONDS.labels(command).observe(took)
 
 
 @contextmanager
-def starting() -> Iterator[None]:
-    """Count the block as the start of one engine, which has failed if the block raises."""
+def count_start() -> Iterator[None]:
+    """Count the block as the start of one engine. It has failed if the block raises."""
     started_at, outcome = clock.monotonic(), "failed"
     try:
         yield
         outcome = "ok"
-        START_SECONDS.observe(clock.monotonic() - started_at)
+        ENGINE_START_SECONDS.observe(clock.monotonic() - started_at)
     finally:
-        STARTS.labels(outcome).inc()
+        ENGINE_STARTS.labels(outcome).inc()

@@ -1,4 +1,4 @@
-"""The client of one inference engine, and the pool that keeps one client per address and token.
+"""Client of one inference engine, and a pool with one client per address and token.
 
 Calls run on the event loop that created the client; nothing here may be shared between loops. A call costs
 one coroutine and no set-up: the channel, its methods and the metadata are created once. Errors arrive as
@@ -18,7 +18,7 @@ from google.protobuf import json_format
 from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import parse
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost, Refused, translate
+from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost, Refused, translate_status
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from localai_cluster.rpc.messages import (
     DetokenizeRequest,
@@ -40,13 +40,13 @@ from localai_cluster.rpc.messages import (
     TranscriptStreamResponse,
     TTSRequest,
 )
-from localai_cluster.rpc.stream_client import MESSAGE_LIMIT, StreamChannel
+from localai_cluster.rpc.stream_client import MAX_MESSAGE_BYTES, StreamChannel
 
 # The in-flight count rises when a replica is picked and falls when the response is complete (R2.74). So a
 # tracked method may be called only through a client that the pool of the inference gateway provides
 # (`ClientPool`); any other client lacks it. A method in neither set cannot be called at all, so adding a
 # method means choosing its set.
-TRACKED = frozenset(
+TRACKED_METHODS = frozenset(
     {
         *("Predict", "PredictStream", "Embedding", "GenerateImage", "UpscaleImage", "GenerateVideo"),
         *("Generate3D", "TTS", "TTSStream", "SoundGeneration", "AudioTranscription"),
@@ -55,23 +55,26 @@ TRACKED = frozenset(
         *("SoundDetection", "AudioEncode", "AudioDecode", "AudioTransform"),
     }
 )
-UNTRACKED = frozenset(
+"""gRPC methods whose calls serve a user's request and count as in flight."""
+UNTRACKED_METHODS = frozenset(
     {
         *("Health", "LoadModel", "Status", "Free", "TokenizeString", "Detokenize", "GetMetrics"),
         *("ModelMetadata", "StoresSet", "StoresDelete", "StoresGet", "StoresFind"),
     }
 )
+"""gRPC methods whose calls do not count as in flight."""
 
 
-HEALTHY = b"OK"
+HEALTHY_MESSAGE = b"OK"
 HTTP2, GRPC = "http2", "grpc"
-"""Implementations of the calls for text and vectors: ours (`stream_client.py`), and `grpc.aio`."""
+"""Implementations of calls for text and vectors: our own (`stream_client.py`), or `grpc.aio`."""
 # Seconds that running calls on a replaced channel may still take.
-DRAIN_SECONDS = 600.0
+CLOSE_GRACE_SECONDS = 600.0
+"""Seconds that running calls get when a client or channel is closed."""
 
-_OPTIONS = (
-    ("grpc.max_send_message_length", MESSAGE_LIMIT),
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Without it two channels to one address share the connection and its backoff, so replacing a channel
     # after a refused connection would not bring a fresh attempt.
     ("grpc.use_local_subchannel_pool", 1),
@@ -89,11 +92,11 @@ _EMPTY_HEALTH = HealthMessage()
 
 
 class BackendClient:
-    """Calls one engine at `address` (`host:port`); `token`, if any, authenticates the calls.
+    """Client of the engine at `address` (`host:port`); `token`, if any, authenticates the calls.
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is not `host:port` raises
     Refused, because gRPC would interpret a scheme in it. Only a client with `counted` has the methods that
-    serve a user's request (`TRACKED`). `stream_client` selects the implementation of `predict`,
+    serve a user's request (`TRACKED_METHODS`). `stream_client` selects the implementation of `predict`,
     `predict_stream` and `embedding`.
     """
 
@@ -106,14 +109,14 @@ class BackendClient:
             raise Refused(f"the engine's address {error}") from None
         self._target = engine.target
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._methods = UNTRACKED | TRACKED if counted else UNTRACKED
+        self._methods = UNTRACKED_METHODS | TRACKED_METHODS if counted else UNTRACKED_METHODS
         has_streams = counted and stream_client == HTTP2
         self._streams = StreamChannel(engine, self._metadata) if has_streams else None
         self._retired: set[asyncio.Task[None]] = set()
         self._open()
 
     def _open(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
         self._stub = BackendStub(self._channel)
         for name in vars(self._stub).keys() - self._methods:
             delattr(self._stub, name)
@@ -121,31 +124,31 @@ class BackendClient:
     async def health(self, timeout: float) -> bool:
         """Return True if the engine reports that it is ready."""
         reply = await self._unary(self._stub.Health(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
-        return reply.message == HEALTHY
+        return reply.message == HEALTHY_MESSAGE
 
     async def load_model(self, options: ModelOptions, timeout: float) -> Result:
-        """Load a model. If the engine refuses, return a Result with `success` False."""
+        """Load a model. Return a Result whose `success` is False if the engine refuses."""
         return await self._unary(self._stub.LoadModel(options, timeout=timeout, metadata=self._metadata))
 
     async def embedding(self, options: PredictOptions, timeout: float) -> EmbeddingResult:
-        """Return the embedding of `options.Embeddings`."""
+        """Return the embedding of the text in `options.Embeddings`."""
         return await self._unary(self._whole("Embedding", EmbeddingResult.FromString, options, timeout))
 
     def predict(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
-        """Return the complete reply to a prompt as one piece."""
+        """Return the complete reply to a prompt, as one piece."""
         call = self._whole("Predict", Reply.FromString, options, timeout)
         return Replies(call, self._channel, self._translate_error)
 
     def _whole(
         self, method: str, parse: Callable[[bytes], Response], options: PredictOptions, timeout: float | None
     ) -> Any:
-        """Return an awaitable call of this method, in the selected implementation."""
+        """Call a method with one reply, in the selected implementation; return an awaitable."""
         if self._streams is not None:
             return self._streams.whole(method, parse, options.SerializeToString(), timeout)
         return getattr(self._stub, method)(options, timeout=timeout, metadata=self._metadata)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
-        """Stream the reply to a prompt; without a timeout the call has no time limit."""
+        """Return the reply to a prompt as a stream. Without a timeout the call has no time limit."""
         call: Any
         if self._streams is not None:
             request = options.SerializeToString()
@@ -155,31 +158,31 @@ class BackendClient:
         return Replies(call, self._channel, self._translate_error)
 
     async def transcribe(self, request: TranscriptRequest, timeout: float) -> TranscriptResult:
-        """Return the transcript of the worker's audio file `request.dst`."""
+        """Return the transcript of the audio file `request.dst` on the worker."""
         return await self._unary(
             self._stub.AudioTranscription(request, timeout=timeout, metadata=self._metadata)
         )
 
     def transcribe_stream(self, request: TranscriptRequest) -> "Replies[TranscriptStreamResponse]":
-        """Stream the transcript of the worker's audio file `request.dst`."""
+        """Return a stream of the transcript of the audio file `request.dst` on the worker."""
         call = self._stub.AudioTranscriptionStream(request, metadata=self._metadata)
         return Replies(call, self._channel, self._translate_error)
 
     async def speak(self, request: TTSRequest, timeout: float) -> Result:
-        """Write a text as speech to the file `request.dst` on the worker."""
+        """Convert a text to speech; the engine writes it to the file `request.dst` on the worker."""
         return await self._unary(self._stub.TTS(request, timeout=timeout, metadata=self._metadata))
 
     def speak_stream(self, request: TTSRequest) -> "Replies[Reply]":
-        """Stream a text as speech, in `audio` of the replies."""
+        """Return a stream of a text as speech, in `audio` of the replies."""
         call = self._stub.TTSStream(request, metadata=self._metadata)
         return Replies(call, self._channel, self._translate_error)
 
     async def draw(self, request: GenerateImageRequest, timeout: float) -> Result:
-        """Write an image to the file `request.dst` on the worker."""
+        """Generate an image; the engine writes it to the file `request.dst` on the worker."""
         return await self._unary(self._stub.GenerateImage(request, timeout=timeout, metadata=self._metadata))
 
     async def tokenize(self, options: PredictOptions, timeout: float) -> TokenizationResponse:
-        """Return the token ids of `options.Prompt`."""
+        """Return the token ids of the text in `options.Prompt`."""
         return await self._unary(self._stub.TokenizeString(options, timeout=timeout, metadata=self._metadata))
 
     async def detokenize(self, request: DetokenizeRequest, timeout: float) -> DetokenizeResponse:
@@ -195,7 +198,7 @@ class BackendClient:
         return await self._unary(self._stub.Status(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def free(self, timeout: float) -> Result:
-        """Free the memory of the loaded model."""
+        """Free the memory of the model that the engine has loaded."""
         return await self._unary(self._stub.Free(_EMPTY_HEALTH, timeout=timeout, metadata=self._metadata))
 
     async def close(self, grace: float | None = None) -> None:
@@ -212,7 +215,7 @@ class BackendClient:
         except grpc.aio.AioRpcError as error:
             raise self._translate_error(error, channel, call) from error
         except asyncio.CancelledError:
-            _raise_unless_cancelled(Lost(_CLOSED))
+            _raise_unless_cancelled(Lost(_CLOSED_MESSAGE))
             raise
 
     def _translate_error(
@@ -222,7 +225,7 @@ class BackendClient:
         if code is grpc.StatusCode.CANCELLED and _is_overdue(call):
             # The engine knows the deadline, and may cancel the call a moment before the library's timer.
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-        translated = translate(code, error.details() or "")
+        translated = translate_status(code, error.details() or "")
         # A refused channel is in backoff and fails without dialling, and a broken one may break the next call
         # too; a process that starts at this address right afterwards must be reached at once.
         # Only the first of many callers replaces the channel.
@@ -233,13 +236,13 @@ class BackendClient:
 
     def _retire(self, channel: grpc.aio.Channel) -> None:
         # A stopping engine refuses new connections while it still answers calls on the old one.
-        task = asyncio.get_running_loop().create_task(channel.close(grace=DRAIN_SECONDS))
+        task = asyncio.get_running_loop().create_task(channel.close(grace=CLOSE_GRACE_SECONDS))
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
 
 
 class Replies(Generic[Piece]):
-    """A reply that arrives in one or more pieces. A caller that stops early must close the iterator."""
+    """The reply to one call, in one or more pieces. A caller that stops early must close the iterator."""
 
     def __init__(self, call: Any, channel: grpc.aio.Channel, translate_error: "_TranslateError") -> None:
         self._call = call
@@ -275,7 +278,7 @@ class Replies(Generic[Piece]):
         except grpc.aio.AioRpcError as error:
             raise self._translate_error(error, self._channel, self._call) from error
         except asyncio.CancelledError:
-            _raise_unless_cancelled(self._expired or Lost(_CLOSED))
+            _raise_unless_cancelled(self._expired or Lost(_CLOSED_MESSAGE))
             raise
         finally:
             timer.close()
@@ -286,7 +289,7 @@ class Replies(Generic[Piece]):
         self._call.cancel()
 
     async def trailing(self, name: str) -> str:
-        """Return the trailing metadata `name`, "" if it is missing. Call this only after the last piece."""
+        """Return the value of the trailing metadata `name`, "" without one. Call it after the last piece."""
         metadata = await self._call.trailing_metadata()
         value = metadata.get(name) if metadata is not None else None
         return value if isinstance(value, str) else ""
@@ -296,20 +299,20 @@ _TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel, Any], Backen
 
 
 def _is_overdue(call: Any) -> bool:
-    """Return True if this is a call of grpc.aio whose deadline has passed.
+    """Return True for a call of `grpc.aio` whose deadline has passed.
 
     The calls of `stream_client.py` check their deadlines themselves.
     """
     return isinstance(call, grpc.aio.Call) and call.time_remaining() == 0
 
 
-_CLOSED = "the connection to the engine was closed"
+_CLOSED_MESSAGE = "the connection to the engine was closed"
 
 
 def _raise_unless_cancelled(error: BackendError) -> None:
     """Raise the error unless the current task itself was cancelled.
 
-    The library also raises CancelledError if only the call was cancelled or its channel was closed; then the
+    The library also raises CancelledError if only the call was cancelled or its channel was closed. Then the
     caller continues.
     """
     task = asyncio.current_task()
@@ -318,7 +321,7 @@ def _raise_unless_cancelled(error: BackendError) -> None:
 
 
 async def probe(address: str, token: str, timeout: float) -> Sign:
-    """Return the health of the process at `address`, on a new connection, which is then closed (R4.38)."""
+    """Check the engine at `address` over a new connection, which is then closed (R4.38)."""
     try:
         client = BackendClient(address, token)
     except Refused:
@@ -335,7 +338,7 @@ async def probe(address: str, token: str, timeout: float) -> Sign:
 
 
 class ClientPool:
-    """Clients by address and token. Above `limit` clients, the least recently used one is closed."""
+    """Engine clients by address and token. Above `limit` clients, the least recently used one is closed."""
 
     def __init__(self, *, limit: int = 1024, stream_client: str = HTTP2) -> None:
         self._limit = limit
@@ -344,9 +347,9 @@ class ClientPool:
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str, token: str = "") -> BackendClient:
-        """Return the client for `address` (`host:port`) and bearer token.
+        """Return the client for `address` (`host:port`) and a bearer token.
 
-        Raise Refused if the address has another form.
+        Raise Refused for an address of another form.
         """
         key = (address, token)
         client = self._clients.get(key)
@@ -360,10 +363,10 @@ class ClientPool:
         return client
 
     def forget(self, address: str, token: str = "") -> None:
-        """Remove the client of an address and close it; its running calls may end."""
+        """Remove a client from the pool and close it; running calls may end."""
         client = self._clients.pop((address, token), None)
         if client is not None:
-            task = asyncio.get_running_loop().create_task(client.close(DRAIN_SECONDS))
+            task = asyncio.get_running_loop().create_task(client.close(CLOSE_GRACE_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -377,7 +380,7 @@ class ClientPool:
 
 
 def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
-    """Return load options from a mapping with the field names of `ModelOptions`.
+    """Return load options from a mapping of field names of `ModelOptions` to values.
 
     An example is `{"Model": …, "Embeddings": True}`. Raise InvalidInput for an unknown name or a value of the
     wrong type.

@@ -1,8 +1,8 @@
 """Errors of calls to an engine, and how a caller may react to them.
 
-`translate` turns gRPC's status into one of these types. Two attributes guide the caller: `repeatable` (the
-engine did no work and the request may be retried on another replica) and `replica_gone` (the process at that
-address is dead or unreachable, so the replica should be taken out of service).
+`translate_status` turns gRPC's status into one of these types. Two attributes guide the caller: `repeatable`
+(the engine did no work and the request may be retried on another replica) and `replica_gone` (the process at
+that address is dead or unreachable, so the replica should be taken out of service).
 """
 
 import grpc
@@ -15,18 +15,18 @@ NOT_LOADED_MARKER = "not loaded"
 
 # No gRPC status means a prompt longer than the model's context, only the text does; stock engines report a
 # failure.
-_CONTEXT = ("context size", "context length", "context window")
-_STOCK_CONTEXT = "exceeds the available context size"
+_CONTEXT_PHRASES = ("context size", "context length", "context window")
+_STOCK_CONTEXT_PHRASE = "exceeds the available context size"
 
 # gRPC reports a refused connection and a broken one by the same status; only its text distinguishes them.
 # Refused: the request never left. Broken: it may have reached the engine.
-_REFUSED_MESSAGES = (
+_REFUSED_PHRASES = (
     "failed to connect",
     "connections to all backends failing",
     "errors resolving",
     "lookup failed",
 )
-_BROKEN_MESSAGES = (
+_BROKEN_PHRASES = (
     "socket closed",
     "connection reset",
     "broken pipe",
@@ -43,7 +43,7 @@ _BROKEN_MESSAGES = (
 
 
 class BackendError(ClusterError):
-    """The inference engine did not answer the request."""
+    """A call to an inference engine failed."""
 
     message = "The inference engine did not answer the request."
     code = "backend_error"
@@ -61,7 +61,7 @@ class Refused(BackendError, Unavailable):
 
 
 class Lost(BackendError, Unavailable):
-    """The connection to the engine broke before it answered."""
+    """The connection to the engine broke before the reply was complete."""
 
     message = "The connection to the engine broke before it answered."
     # Not marked repeatable: a request that kills its engine must not walk through all replicas. Yet an idle
@@ -71,7 +71,7 @@ class Lost(BackendError, Unavailable):
 
 
 class Busy(BackendError, Unavailable):
-    """The engine accepts no further work at present."""
+    """The engine accepts no further requests at present."""
 
     message = "The engine takes no further work right now."
     code = "backend_busy"
@@ -94,7 +94,7 @@ class IdentityMismatch(BackendError, Unavailable):
 
 
 class DeadlineExceeded(BackendError, Unavailable):
-    """The engine did not answer in time."""
+    """The engine did not answer within the time limit."""
 
     message = "The engine did not answer in time."
     code = "backend_timeout"
@@ -108,7 +108,7 @@ class Cancelled(BackendError, Unavailable):
 
 
 class Unauthenticated(BackendError, Unavailable):
-    """The engine refused its node's token; its worker must register again."""
+    """The engine refused the token of its node. Its worker must register again."""
 
     message = "The engine refused its node's token; its worker must register again."
     code = "backend_unauthenticated"
@@ -116,14 +116,14 @@ class Unauthenticated(BackendError, Unavailable):
 
 
 class Unimplemented(BackendError, InvalidInput):
-    """The model's engine does not offer this kind of request."""
+    """The engine does not support the called method."""
 
     message = "The model's engine does not offer this kind of request."
     code = "unsupported_by_backend"
 
 
 class Rejected(BackendError, InvalidInput):
-    """The engine does not accept this input."""
+    """The engine does not accept the input of the request."""
 
     message = "The engine does not accept this input."
     code = "rejected_by_backend"
@@ -136,13 +136,13 @@ class ContextExceeded(Rejected):
 
 
 class BackendFailed(BackendError, Unavailable):
-    """The engine failed while it worked on the request."""
+    """The engine failed while it processed the request."""
 
     message = "The engine failed while it worked on the request."
     code = "backend_failed"
 
 
-_BY_STATUS: dict[grpc.StatusCode, type[BackendError]] = {
+_ERROR_BY_STATUS: dict[grpc.StatusCode, type[BackendError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
@@ -154,21 +154,21 @@ _BY_STATUS: dict[grpc.StatusCode, type[BackendError]] = {
 }
 
 
-def translate(status: grpc.StatusCode, details: str) -> BackendError:
-    """Return the error for a final gRPC status.
+def translate_status(status: grpc.StatusCode, details: str) -> BackendError:
+    """Return the error for the final gRPC status of a call.
 
     `details` is the status message of the engine or of the transport.
     """
     text = details.lower()
     if status is grpc.StatusCode.UNAVAILABLE:
-        return _unavailable(text)(details or None)
+        return _classify_unavailable(text)(details or None)
     if status is grpc.StatusCode.NOT_FOUND and IDENTITY_MARKER in text:
         return IdentityMismatch(details)
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in text:
         return Busy(details or None)
-    error_type = _BY_STATUS.get(status)
-    if (error_type is Rejected and any(phrase in text for phrase in _CONTEXT)) or (
-        error_type is None and _STOCK_CONTEXT in text
+    error_type = _ERROR_BY_STATUS.get(status)
+    if (error_type is Rejected and any(phrase in text for phrase in _CONTEXT_PHRASES)) or (
+        error_type is None and _STOCK_CONTEXT_PHRASE in text
     ):
         return ContextExceeded(details)
     if error_type is None:
@@ -177,9 +177,9 @@ def translate(status: grpc.StatusCode, details: str) -> BackendError:
     return error_type(details or None)
 
 
-def _unavailable(text: str) -> type[BackendError]:
-    if any(phrase in text for phrase in _REFUSED_MESSAGES):
+def _classify_unavailable(text: str) -> type[BackendError]:
+    if any(phrase in text for phrase in _REFUSED_PHRASES):
         return Refused
-    if any(phrase in text for phrase in _BROKEN_MESSAGES):
+    if any(phrase in text for phrase in _BROKEN_PHRASES):
         return Lost
     return Busy

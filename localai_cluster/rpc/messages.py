@@ -1,4 +1,4 @@
-"""The messages of the `backend` package under names that are independent of the code generator.
+"""The messages of the protobuf package `backend`, independent of the code generator.
 
 All code outside `localai_cluster.rpc` builds and reads engine messages through this module.
 """
@@ -40,7 +40,7 @@ from localai_cluster.rpc.generated.backend_pb2 import (
 
 
 class Sign(StrEnum):
-    """The result of a probe (R4.38).
+    """Result of a probe of an engine (R4.38).
 
     An engine may serve one request at a time, so an engine that does not answer in time counts as busy.
     """

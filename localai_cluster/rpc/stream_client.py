@@ -1,11 +1,11 @@
-"""Calls that serve text over our own HTTP/2 (`docs/decisions/0026-streams-over-http2.md`).
+"""gRPC calls for text over our own HTTP/2 (`docs/decisions/0026-streams-over-http2.md`).
 
 `grpc.aio` wakes its reader once per message; here a reader takes all messages that have arrived in one turn
 of the event loop. A `StreamCall` has the part of `grpc.aio.UnaryStreamCall` that `client.Replies` uses and
 raises its errors; a `WholeCall` is awaited, as `grpc.aio.UnaryUnaryCall` is.
 
 A call holds at most `http2.STREAM_WINDOW` bytes that its reader has not taken. Only while the reader waits
-for a longer message does it hold more, at most `MESSAGE_LIMIT`.
+for a longer message does it hold more, at most `MAX_MESSAGE_BYTES`.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import Address
 from localai_cluster.rpc import http2
 
-SERVICE = "/backend.Backend/"
-MESSAGE_LIMIT = 50 * 1024 * 1024
-CONNECT_SECONDS = 20.0
-"""Seconds until the engine's SETTINGS must have arrived on a new connection, as in gRPC."""
-_PREFIX = struct.Struct(">BI")
+SERVICE_PATH = "/backend.Backend/"
+MAX_MESSAGE_BYTES = 50 * 1024 * 1024
+CONNECT_TIMEOUT_SECONDS = 20.0
+"""Seconds in which the engine's SETTINGS must arrive on a new connection, as in gRPC."""
+_MESSAGE_PREFIX_STRUCT = struct.Struct(">BI")
 _MAX_TIMEOUT = 10**8 - 1
-"""Maximum value of `grpc-timeout`, which has at most eight digits."""
-_STATUSES = {str(status.value[0]): status for status in StatusCode}
-_BY_HTTP_STATUS = {
+"""Maximum number in `grpc-timeout`, which has at most eight digits."""
+_STATUS_BY_CODE = {str(status.value[0]): status for status in StatusCode}
+_STATUS_BY_HTTP_STATUS = {
     **{"400": StatusCode.INTERNAL, "401": StatusCode.UNAUTHENTICATED, "403": StatusCode.PERMISSION_DENIED},
     **{"404": StatusCode.UNIMPLEMENTED, "429": StatusCode.UNAVAILABLE, "502": StatusCode.UNAVAILABLE},
     **{"503": StatusCode.UNAVAILABLE, "504": StatusCode.UNAVAILABLE},
 }
-_BY_RESET = {
+_STATUS_BY_RESET_CODE = {
     http2.REFUSED_STREAM: StatusCode.UNAVAILABLE,
     http2.CANCEL: StatusCode.CANCELLED,
     http2.ENHANCE_YOUR_CALM: StatusCode.RESOURCE_EXHAUSTED,
@@ -50,7 +50,10 @@ Parse = Callable[[bytes], Response]
 
 
 class StreamCall(http2.Stream, Generic[Response]):
-    """One call of `method`. Awaiting its first message starts it; a status or `cancel` ends it."""
+    """A call whose reply is a stream of messages.
+
+    The call starts when its first message is awaited. A status or `cancel` ends it.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self.method = method
         self._channel = channel
         self._parse_message = parse
-        self._request = _PREFIX.pack(0, len(request)) + request
+        self._request = _MESSAGE_PREFIX_STRUCT.pack(0, len(request)) + request
         self._timeout = timeout
         self._expiry = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -78,11 +81,11 @@ class StreamCall(http2.Stream, Generic[Response]):
         return self
 
     async def __anext__(self) -> Response:
-        """Return the next message; wait only if no message has arrived."""
+        """Return the next message. Wait only if none has arrived."""
         while True:
-            buffer, begin = self._buffer, self._begin + _PREFIX.size
+            buffer, begin = self._buffer, self._begin + _MESSAGE_PREFIX_STRUCT.size
             if len(buffer) >= begin:
-                is_compressed, length = _PREFIX.unpack_from(buffer, self._begin)
+                is_compressed, length = _MESSAGE_PREFIX_STRUCT.unpack_from(buffer, self._begin)
                 if len(buffer) >= begin + length and not is_compressed:
                     self._begin = begin + length
                     return self._parse(bytes(buffer[begin : self._begin]))
@@ -101,8 +104,8 @@ class StreamCall(http2.Stream, Generic[Response]):
     def _check_prefix(self, is_compressed: int, length: int) -> None:
         if is_compressed:
             self._abort(StatusCode.INTERNAL, "a message is compressed, which was not offered")
-        elif length > MESSAGE_LIMIT:
-            text = f"Received message larger than max ({length} vs. {MESSAGE_LIMIT})"
+        elif length > MAX_MESSAGE_BYTES:
+            text = f"Received message larger than max ({length} vs. {MAX_MESSAGE_BYTES})"
             self._abort(StatusCode.RESOURCE_EXHAUSTED, text)
 
     def _raise_end(self, status: StatusCode, details: str) -> NoReturn:
@@ -115,7 +118,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         raise grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     async def _wait(self) -> None:
-        """Wait for data or the end. Extend the flow-control window by the bytes that were read."""
+        """Wait for data or the end of the call. Extend the flow-control window by the bytes read."""
         del self._buffer[: self._begin]
         self._begin = 0
         if not self._has_begun:
@@ -131,9 +134,9 @@ class StreamCall(http2.Stream, Generic[Response]):
 
     def _start(self) -> None:
         self._has_begun = True
-        size = len(self._request) - _PREFIX.size
-        if size > MESSAGE_LIMIT:
-            text = f"Sent message larger than max ({size} vs. {MESSAGE_LIMIT})"
+        size = len(self._request) - _MESSAGE_PREFIX_STRUCT.size
+        if size > MAX_MESSAGE_BYTES:
+            text = f"Sent message larger than max ({size} vs. {MAX_MESSAGE_BYTES})"
             return self.finish(StatusCode.RESOURCE_EXHAUSTED, text)
         if self._timeout is not None:
             self._expiry = clock.monotonic() + self._timeout
@@ -142,30 +145,30 @@ class StreamCall(http2.Stream, Generic[Response]):
         self._channel.submit(self)
 
     def open(self, connection: http2.Connection, headers: bytes) -> None:
-        """Send the request on a connection; `headers` are the encoded headers common to all calls."""
+        """Send the request on a connection. `headers` are the encoded headers that all calls share."""
         if self._timeout is not None:
             limit = max(math.ceil(self._timeout * 1000), 1)
             is_short = limit <= _MAX_TIMEOUT
             text = f"{limit}m" if is_short else f"{min(limit // 1000, _MAX_TIMEOUT)}S"
-            headers += http2.encode_short("grpc-timeout", text)
+            headers += http2.encode_short_header("grpc-timeout", text)
         connection.open(self, headers, self._request)
 
     def move(self) -> None:
-        """Restart on another connection, but only once, and only if no response has begun."""
+        """Restart on another connection, at most once, and only if no response has begun."""
         if self._has_moved or self._has_headers:
             return self.finish(StatusCode.UNAVAILABLE, "GOAWAY received")
         self._has_moved = True
         self._channel.submit(self)
 
     def add_data(self, data: bytes) -> None:
-        """Add a piece of the response and wake the reader."""
+        """Store a piece of the response and wake the reader."""
         if not self._has_headers:
             return self._abort(StatusCode.INTERNAL, "the engine sent data before headers")
         self._buffer += data
         self._wake()
 
     def add_headers(self, headers: Mapping[str, str], *, is_last: bool) -> None:
-        """Check the headers of the response, or end the call with its trailers."""
+        """Check the headers of the response. Trailers end the call."""
         status = headers.get(":status", "200" if self._has_headers else "")
         if is_last:
             self._trailers = headers
@@ -178,17 +181,17 @@ class StreamCall(http2.Stream, Generic[Response]):
             self._abort(*_final_status(headers, status))
 
     def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:
-        """End the call with the status that gRPC defines for such an end."""
+        """End the call with the status that gRPC defines for this cause."""
         status = StatusCode.UNAVAILABLE if is_lost else StatusCode.INTERNAL
         if reset is not None:
-            status = _BY_RESET.get(reset, status)
+            status = _STATUS_BY_RESET_CODE.get(reset, status)
         if reset == http2.CANCEL and clock.monotonic() >= self._expiry:
             # The engine knows the deadline, and may have been a moment earlier than the timer.
             status = StatusCode.DEADLINE_EXCEEDED
         self.finish(status, reason)
 
     def finish(self, status: StatusCode, details: str, *, is_reset: bool = False) -> None:
-        """End the call after the reader has read all received data. Only the first end has an effect."""
+        """Set the final status. The reader gets it after all received data; a second status has no effect."""
         if self._status is not None:
             return
         self._status = status, details
@@ -201,7 +204,7 @@ class StreamCall(http2.Stream, Generic[Response]):
         self._wake()
 
     def _abort(self, status: StatusCode, details: str) -> None:
-        """End the call at once and reset its stream."""
+        """End the call at once: drop received data and reset the stream."""
         if self._status is None:
             self.finish(status, details, is_reset=True)
             self._buffer.clear()
@@ -214,7 +217,7 @@ class StreamCall(http2.Stream, Generic[Response]):
             self._abort(StatusCode.CANCELLED, "")
 
     async def trailing_metadata(self) -> Mapping[str, str]:
-        """Return the trailers; empty before the end."""
+        """Return the trailers of the response, empty before the end of the call."""
         return self._trailers
 
     def _wake(self) -> None:
@@ -223,7 +226,7 @@ class StreamCall(http2.Stream, Generic[Response]):
 
 
 class WholeCall(StreamCall[Response]):
-    """A call with one response message, which is returned once the final status has arrived."""
+    """A call with one reply message, which is returned when the final status has arrived."""
 
     def __await__(self) -> Generator[Any, None, Response]:
         return self._receive().__await__()
@@ -242,15 +245,15 @@ class WholeCall(StreamCall[Response]):
 def _final_status(headers: Mapping[str, str], http_status: str) -> tuple[StatusCode, str]:
     if (number := headers.get("grpc-status")) is not None:
         details = unquote_to_bytes(headers.get("grpc-message", "").encode("latin-1")).decode(errors="replace")
-        return _STATUSES.get(number, StatusCode.UNKNOWN), details
+        return _STATUS_BY_CODE.get(number, StatusCode.UNKNOWN), details
     if http_status == "200":
         return StatusCode.UNKNOWN, "the engine's answer is not gRPC: it lacks the status or the content type"
-    status = _BY_HTTP_STATUS.get(http_status, StatusCode.UNKNOWN)
+    status = _STATUS_BY_HTTP_STATUS.get(http_status, StatusCode.UNKNOWN)
     return status, f"Received http2 header with status: {http_status[:20]}"
 
 
 class StreamChannel:
-    """The connections and calls of one engine. It connects when a call needs it, without back-off."""
+    """Connections and calls of one engine. It connects when a call needs it, without back-off."""
 
     def __init__(self, address: Address, metadata: Iterable[tuple[str, str]]) -> None:
         self._address = address
@@ -264,24 +267,25 @@ class StreamChannel:
         """Set once no call is left; None while the channel is open."""
         headers = {"te": "trailers", "content-type": "application/grpc", "user-agent": "localai-cluster"}
         headers["grpc-accept-encoding"] = "identity"
-        self._common_headers = http2.encode([*headers.items(), *metadata])
+        self._common_headers = http2.encode_headers([*headers.items(), *metadata])
         self._headers: dict[str, bytes] = {}
         """The encoded headers of each method."""
 
     def stream(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
     ) -> StreamCall[Response]:
-        """Return a call with this request; its `timeout` in seconds starts with the first read."""
+        """Return a call of `method` with streamed replies; its `timeout` in seconds starts at the first
+        read."""
         return StreamCall(self, method, parse, request, timeout)
 
     def whole(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
     ) -> WholeCall[Response]:
-        """Return a call with this request and one response message."""
+        """Return a call of `method` with one reply."""
         return WholeCall(self, method, parse, request, timeout)
 
     def submit(self, call: StreamCall[Any]) -> None:
-        """Open a stream for the call as soon as the connection has capacity."""
+        """Queue a call until the connection has capacity for its stream."""
         if self._idle is not None and call not in self._calls:
             return call.cancel()
         if self._connection is not None:
@@ -298,7 +302,7 @@ class StreamChannel:
             self._idle.set()
 
     def dispatch(self) -> None:
-        """Open streams for waiting calls, up to the engine's limit; connect if necessary."""
+        """Open streams for queued calls, up to the engine's limit. Connect if necessary."""
         connection = self._connection
         while connection is not None and self._queue and connection.has_capacity:
             call = self._queue.popitem(last=False)[0]
@@ -307,22 +311,22 @@ class StreamChannel:
             self._dial = asyncio.get_running_loop().create_task(self._connect())
 
     def _encode_headers(self, method: str) -> bytes:
-        pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE + method}
+        pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE_PATH + method}
         pseudo[":authority"] = str(self._address)
-        self._headers[method] = http2.encode(pseudo.items()) + self._common_headers
+        self._headers[method] = http2.encode_headers(pseudo.items()) + self._common_headers
         return self._headers[method]
 
     async def _connect(self) -> None:
         connection = http2.Connection(self)
         self._connections.add(connection)
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
                 loop, host, port = asyncio.get_running_loop(), self._address.host, self._address.port
                 await loop.create_connection(lambda: connection, host, port)
                 await connection.ready.wait()
             reason = connection.failure
         except OSError as error:
-            reason = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
+            reason = str(error) or f"no answer within {CONNECT_TIMEOUT_SECONDS:.0f} s"
         finally:
             self._dial = None
         if reason:
@@ -337,21 +341,21 @@ class StreamChannel:
             call.finish(StatusCode.UNAVAILABLE, f"failed to connect to {self._address}: {reason}")
 
     def retire(self, connection: http2.Connection) -> None:
-        """Connect anew for the next call; calls that wait for capacity move to the new connection."""
+        """Use a new connection from now on; queued calls move to it."""
         if connection is self._connection:
             self._connection = None
             for call in list(self._queue):
                 call.move()
 
     def forget(self, connection: http2.Connection) -> None:
-        """Remove a connection that has ended. Calls that waited for capacity on it were never sent."""
+        """Forget a connection that has ended; fail queued calls, which were never sent."""
         self._connections.discard(connection)
         if connection is self._connection:
             self._connection = None
             self._refuse_queue(connection.failure)
 
     async def close(self, grace: float | None) -> None:
-        """Close all connections; cancel calls that still run after `grace` seconds."""
+        """Close all connections. Cancel calls that still run after `grace` seconds."""
         self._idle = asyncio.Event()
         if not self._calls:
             self._idle.set()

@@ -1,1 +1,1 @@
-"""Shared code of HTTP, websockets and the API document; it has no tables."""
+"""Code that HTTP routes, websockets and the API document share; it has no tables."""

@@ -18,7 +18,7 @@ else:
 
 
 class ModelAdmin(_ModelAdmin):
-    """Django's model admin, but invalid ids and NUL characters get 400 instead of a server error."""
+    """Django's model admin. Invalid ids and NUL characters get 400 instead of a server error."""
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -41,7 +41,7 @@ class ModelAdmin(_ModelAdmin):
 
 
 class _ReadOnly:
-    """Mixin for rows that only the cluster writes."""
+    """Mixin for Django admin classes of rows that only the cluster writes."""
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
@@ -54,15 +54,15 @@ class _ReadOnly:
 
 
 class ObservedInline(_ReadOnly, TabularInline):
-    """Rows that the cluster writes, on the page of another row: read-only."""
+    """Read-only rows that the cluster writes, on the admin page of another row."""
 
     extra = 0
     can_delete = False
 
 
 class Observed(_ReadOnly, ModelAdmin):
-    """Admin of rows that the cluster writes: read-only."""
+    """Read-only admin of rows that the cluster writes."""
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
-        """Return Django's fields. The columns of a lease come last, because their model is abstract."""
+        """Return the fields to show. The columns of a lease come last, because their model is abstract."""
         return sorted(super().get_fields(request, obj), key=lambda name: name in leases.COLUMNS)

@@ -25,21 +25,22 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Receive
 
 FIRST_PART_BYTES = 16 * 1024
-"""Bytes of a body that are read before its sender is authenticated."""
-MAX_HELD = 256 * 1024 * 1024
-"""Maximum bytes of all bodies that one process holds while they arrive."""
+"""Maximum bytes of a body that are read before its sender is authenticated."""
+MAX_HELD_BYTES = 256 * 1024 * 1024
+"""Maximum bytes of all bodies that one process holds in memory while they arrive."""
 _DISCARD_SECONDS = 5.0
-"""Seconds during which the rest of a body is read and dropped after the response."""
-_MAX_DISCARDED = 16 * 1024 * 1024
+"""Seconds for which the rest of a body is read and dropped after an early response."""
+_MAX_DISCARDED_BYTES = 16 * 1024 * 1024
+"""Maximum bytes of the rest of a body that are read and dropped."""
 
 
 def too_many_bodies() -> Unavailable:
-    """Return the error for a body that arrives while the budget is exceeded."""
+    """Return the error for a body that exceeds the budget of the process."""
     return Unavailable("too many request bodies are arriving at once; try again", retry_after=1)
 
 
 class Budget:
-    """Counts the bytes of bodies that are arriving. For one event loop."""
+    """Counts the bytes of bodies that a process holds. For one event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,25 +48,25 @@ class Budget:
 
     @property
     def is_half_used(self) -> bool:
-        """Return True if bodies of unauthenticated callers must wait until the caller is confirmed."""
+        """True if the bodies of callers that are not authenticated must wait for their authentication."""
         return self.held * 2 >= self.limit
 
     def take(self, size: int) -> None:
-        """Add `size` bytes."""
+        """Add `size` bytes to the held ones."""
         self.held += size
 
     def give_back(self, size: int) -> None:
-        """Subtract `size` bytes."""
+        """Subtract `size` bytes from the held ones."""
         self.held -= size
 
     @property
     def is_exceeded(self) -> bool:
-        """Return True if the bodies hold more than the limit."""
+        """True if more bytes are held than the limit."""
         return self.held > self.limit
 
 
-shared_budget = Budget(MAX_HELD)
-"""The budget of this web process."""
+shared_budget = Budget(MAX_HELD_BYTES)
+"""The budget for bodies of raw routes in this process."""
 
 
 class Body:
@@ -95,7 +96,7 @@ class Body:
         self.is_complete = False
 
     async def receive(self) -> wire.Message:
-        """Return the client's next message; do not count its bytes.
+        """Return the client's next message without counting its bytes.
 
         This is for readers that do not keep the body in memory.
         """
@@ -107,7 +108,7 @@ class Body:
         return message
 
     def declared_size(self) -> int | None:
-        """Return the size in the headers, 0 for no body, None if the headers do not declare a size."""
+        """The size that the headers declare: 0 for no body, None if it is unknown."""
         size: int | None = 0
         for name, value in self._scope["headers"]:
             if name == b"transfer-encoding":
@@ -117,7 +118,7 @@ class Body:
         return size
 
     async def read_first_part(self) -> None:
-        """Read to the end or to `FIRST_PART_BYTES` bytes. Read nothing if the declared size is larger."""
+        """Read up to `FIRST_PART_BYTES` bytes. Read nothing if the declared size is larger."""
         declared = self.declared_size()
         if declared is not None and declared > FIRST_PART_BYTES:
             return
@@ -125,7 +126,7 @@ class Body:
             await self._read_part()
 
     async def read_all(self) -> bytes:
-        """Read to the end and return the whole body."""
+        """Read the rest of the body and return the whole body."""
         while not self.is_complete:
             await self._read_part()
         return b"".join(self._parts)
@@ -144,20 +145,20 @@ class Body:
         self._parts.append(part)
 
     def release(self) -> None:
-        """Subtract the bytes of this body from the budget."""
+        """Give the bytes of this body back to the budget."""
         self._budget.give_back(self._size)
         self._parts, self._size = [], 0
 
     @property
     def is_long(self) -> bool:
-        """Return True if the unread rest of the body may be too long to read it for an error response."""
+        """True if the unread rest of the body may be too long to read it before an error response."""
         if self.is_complete:
             return False
         declared = self.declared_size()
         return declared is None or declared > FIRST_PART_BYTES
 
     async def answer(self, send: wire.Send, answer: wire.Answer) -> None:
-        """Send a response. If much of the body is unread, which means an error, close the connection.
+        """Send a response. Close the connection if a long part of the body is unread.
 
         Many clients read the response only after they have sent the complete body, so the rest of the body is
         read and dropped for a few seconds. A client over its limit of failures (429) is disconnected at once.
@@ -176,18 +177,21 @@ class Body:
 
     async def _discard(self) -> None:
         discarded = 0
-        while not self.is_complete and discarded < _MAX_DISCARDED:
+        while not self.is_complete and discarded < _MAX_DISCARDED_BYTES:
             discarded += len((await self.receive()).get("body", b""))
 
 
 MAX_DJANGO_BODY_BYTES = 1024 * 1024
-"""Maximum bytes of a body on most routes. A body far above a route's limit is read and dropped."""
+"""Maximum bytes of a body on most of Django's routes.
+
+A body far above the limit of its route is read and dropped.
+"""
 _BYTES_ABOVE_LIMIT = 64 * 1024
-"""Bytes above the limit that are passed on, so that the route itself refuses the body."""
+"""Bytes above a route's limit that are passed on, so that the route itself refuses the body."""
 ADMITTED_BYTES = 64 * 1024
-"""Bytes of a body that are always admitted, because Django reads the body before it knows the caller."""
-MAX_HELD_BY_DJANGO = 64 * 1024 * 1024
-"""Maximum bytes of all larger bodies of one process together."""
+"""Size up to which a body is always admitted, because Django reads it before it knows the caller."""
+MAX_HELD_BYTES_BY_DJANGO = 64 * 1024 * 1024
+"""Maximum bytes of all bodies above `ADMITTED_BYTES` that one process holds for Django."""
 
 
 class BoundedBody:
@@ -199,10 +203,10 @@ class BoundedBody:
 
     def __init__(self, application: Any, larger: Mapping[str, int]) -> None:
         self._application, self._larger = application, larger
-        self._budget = Budget(MAX_HELD_BY_DJANGO)
+        self._budget = Budget(MAX_HELD_BYTES_BY_DJANGO)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass the request on with a bounded body."""
+        """Process the request with a bounded body."""
         passed, counted, refused = 0, 0, False
         most = self._larger.get(scope.get("path", ""), MAX_DJANGO_BODY_BYTES) + _BYTES_ABOVE_LIMIT
 
@@ -241,12 +245,12 @@ class Utf8Only:
         self._application = application
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass the request on without a character set."""
-        headers = [(name, _plain(name, value)) for name, value in scope["headers"]]
+        """Process the request without the character set of its content type."""
+        headers = [(name, _without_charset(name, value)) for name, value in scope["headers"]]
         await self._application({**scope, "headers": headers}, receive, send)
 
 
-def _plain(name: bytes, value: bytes) -> bytes:
+def _without_charset(name: bytes, value: bytes) -> bytes:
     if name.lower() != b"content-type":
         return value
     kind, *parameters = value.split(b";")
@@ -255,13 +259,13 @@ def _plain(name: bytes, value: bytes) -> bytes:
 
 
 FORM_TYPE = "multipart/form-data"
-WRITE_SIZE = 1024 * 1024
-"""Bytes of one write to the spool file."""
+SPOOL_WRITE_BYTES = 1024 * 1024
+"""Minimum bytes of a write to the spool file, except for the last write."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """An uploaded file of a form. `name` is the client's file name."""
+    """An uploaded file of a form; `name` is the file name that the client sent."""
 
     name: str
     size: int
@@ -270,13 +274,13 @@ class Upload:
 
 @dataclass(frozen=True)
 class Form:
-    """The fields of a form and its files, each by name; a field may have several values."""
+    """The fields and files of a form by name. A field may have several values."""
 
     fields: Mapping[str, list[str]] = field(default_factory=dict)
     files: Mapping[str, Upload] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the form's files."""
         for upload in self.files.values():
             upload.file.close()
 
@@ -291,13 +295,13 @@ async def read_form(receive: Receive, kind: str, limit: int, too_large: ClusterE
         raise InvalidInput(f"the body must be {FORM_TYPE}")
     try:
         with tempfile.TemporaryFile() as body:
-            size = await _spool(receive, body, limit, too_large)
-            return await asyncio.to_thread(_parse, body, kind, size)
+            size = await _spool_body(receive, body, limit, too_large)
+            return await asyncio.to_thread(_parse_form, body, kind, size)
     except OSError as error:
         raise Unavailable(f"the form cannot be kept: {error.strerror}") from error
 
 
-async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:
+async def _spool_body(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:
     buffer, size, has_more = bytearray(), 0, True
     while has_more:
         message = await receive()
@@ -309,14 +313,14 @@ async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: Clust
             raise too_large
         buffer += part
         has_more = message.get("more_body", False)
-        if len(buffer) >= WRITE_SIZE or not has_more:
+        if len(buffer) >= SPOOL_WRITE_BYTES or not has_more:
             await asyncio.to_thread(body.write, bytes(buffer))
             buffer.clear()
     return size
 
 
 class _UnnamedFileHandler(FileUploadHandler):
-    """Django upload handler that stores files on the disk without a name."""
+    """Django upload handler that stores a file on disk without a name."""
 
     def new_file(self, *arguments: Any, **named: Any) -> None:
         """Open an unlinked file for the next upload."""
@@ -328,23 +332,27 @@ class _UnnamedFileHandler(FileUploadHandler):
         self.file.write(raw_data)
 
     def file_complete(self, file_size: int) -> "UploadedFile[Any]":
-        """Return the complete uploaded file."""
+        """Return the uploaded file after its last chunk."""
         self.file.seek(0)
         return UploadedFile(self.file, name=self.file_name, size=file_size)
 
 
-def _parse(body: IO[bytes], kind: str, size: int) -> Form:
+def _parse_form(body: IO[bytes], kind: str, size: int) -> Form:
     body.seek(0)
-    # Latin-1 decodes any bytes; `_decode` then refuses invalid UTF-8, which Django would replace.
+    # Latin-1 decodes any bytes; `_decode_utf8` then refuses invalid UTF-8, which Django would replace.
     meta = {"CONTENT_TYPE": kind, "CONTENT_LENGTH": str(size)}
     try:
         fields, files = MultiPartParser(meta, cast(Any, body), [_UnnamedFileHandler()], "latin-1").parse()
     except (MultiPartParserError, SuspiciousOperation, ValueError) as error:
         raise InvalidInput(f"the body is not a form that can be read: {error}") from error
-    form = Form(files={_decode(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})
+    form = Form(
+        files={_decode_utf8(name, "name of a file"): _to_upload(cast(Any, files[name])) for name in files}
+    )
     try:
         texts = {
-            _decode(name, "name of a field"): [_decode(value, name) for value in fields.getlist(name)]
+            _decode_utf8(name, "name of a field"): [
+                _decode_utf8(value, name) for value in fields.getlist(name)
+            ]
             for name in fields
         }
     except InvalidInput:
@@ -353,12 +361,12 @@ def _parse(body: IO[bytes], kind: str, size: int) -> Form:
     return Form(texts, form.files)
 
 
-def _upload(uploaded: "UploadedFile[Any]") -> Upload:
+def _to_upload(uploaded: "UploadedFile[Any]") -> Upload:
     assert uploaded.file is not None
     return Upload(uploaded.name or "", uploaded.size or 0, uploaded.file)
 
 
-def _decode(raw: str, field: str) -> str:
+def _decode_utf8(raw: str, field: str) -> str:
     try:
         return raw.encode("latin-1").decode()
     except UnicodeError:

@@ -17,17 +17,17 @@ from localai_cluster.web.shapes import Named
 Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
 View = TypeVar("View")
-DESCRIPTIONS: list[tuple[Any, Callable[[Any], dict[str, Any]]]] = []
-"""Views, and functions that return the arguments for drf-spectacular's `extend_schema` for a view's class.
+VIEW_DESCRIPTIONS: list[tuple[Any, Callable[[Any], dict[str, Any]]]] = []
+"""Views, each with a function that returns arguments of `extend_schema` for the view's class.
 
 `describe_views` applies them when the document is generated for the first time.
 """
 OPERATION_NAMES: list[tuple[Any, dict[str, str]]] = []
-"""View classes, and the operation ids of methods that the class inherits."""
+"""View classes with the operation ids of their inherited methods, by HTTP method."""
 
 
 def extend_schema(**description: Any) -> Callable[[View], View]:
-    """Describe a view for the API document, with the arguments of drf-spectacular's decorator."""
+    """Describe a view for the API document. The arguments are those of drf-spectacular's decorator."""
     return _describe_by(lambda view_class: description)
 
 
@@ -85,14 +85,14 @@ def _view_refusals(view_class: Any, statuses: Sequence[int]) -> dict[int, OpenAp
 
 def _describe_by(arguments: Callable[[Any], dict[str, Any]]) -> Callable[[View], View]:
     def note(view: View) -> View:
-        DESCRIPTIONS.append((view, arguments))
+        VIEW_DESCRIPTIONS.append((view, arguments))
         return view
 
     return note
 
 
 def name_operations(**ids: str) -> Callable[[View], View]:
-    """Set the operation ids of methods that a view class inherits, by HTTP method."""
+    """Set the operation ids of a view class's inherited methods, by HTTP method."""
 
     def note(view: View) -> View:
         OPERATION_NAMES.append((view, ids))
@@ -101,7 +101,7 @@ def name_operations(**ids: str) -> Callable[[View], View]:
     return note
 
 
-_MEANINGS = {
+_MEANING_BY_STATUS = {
     400: "The request is not valid; the message names the field.",
     401: "A valid credential is required.",
     403: "This credential may not do that.",
@@ -113,7 +113,7 @@ _MEANINGS = {
     503: "Not possible right now; Retry-After says when to come back.",
     504: "The node's worker has not answered in time.",
 }
-_EXAMPLES = {
+_EXAMPLE_BY_STATUS = {
     400: ("invalid request body", "node_error"),
     401: ("invalid API key", "invalid_request_error"),
     403: ("admin access required", "authorization_error"),
@@ -180,48 +180,51 @@ class FlatRefusalSerializer(serializers.Serializer[Any]):
 
 
 def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    """Return error responses in the nested envelope, and the 503 of a database that is away."""
+    """Return the error responses of a route in the nested envelope. A 503 for the database is included."""
     return {
-        status: OpenApiResponse(RefusalSerializer, _MEANINGS[status], [_refusal(status)])
+        status: OpenApiResponse(RefusalSerializer, _MEANING_BY_STATUS[status], [_refusal_example(status)])
         for status in (*statuses, 503)
     }
 
 
 def flat_refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    """Return error responses in the flat envelope; 401 and 403 are nested on every route."""
-    flat = {status: OpenApiResponse(FlatRefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
+    """Return the error responses of a route in the flat envelope. 401 and 403 are nested on every route."""
+    flat = {
+        status: OpenApiResponse(FlatRefusalSerializer, _MEANING_BY_STATUS[status])
+        for status in (*statuses, 503)
+    }
     return {**refusals(401, 403), **flat}
 
 
-def _refusal(status: int) -> OpenApiExample:
-    message, kind = _EXAMPLES[status]
+def _refusal_example(status: int) -> OpenApiExample:
+    message, kind = _EXAMPLE_BY_STATUS[status]
     body = {"error": {"code": status, "message": message, "type": kind}}
     return response_example(body, str(status), f"refused {status}")
 
 
 def request_example(value: Any, name: str = "request") -> OpenApiExample:
-    """Return the example of a request's body."""
+    """Return an example of a request body."""
     return OpenApiExample(name, value, request_only=True)
 
 
 def response_example(value: Any, status: str = "200", name: str = "") -> OpenApiExample:
-    """Return the example of a response's body."""
+    """Return an example of a response body."""
     return OpenApiExample(name or f"answer {status}", value, response_only=True, status_codes=[status])
 
 
 def json_body(schema: Operation, example: Any = None) -> Operation:
-    """Return a JSON media type with an optional example."""
+    """Return a JSON media type with this schema and an optional example."""
     return {"application/json": {"schema": schema} | ({"example": example} if example is not None else {})}
 
 
 def schema_of(body: type[msgspec.Struct]) -> Operation:
-    """Return the schema of a raw route's body, in the dialect of OpenAPI 3.0, with its components inlined."""
-    return _in_3_0(*_components(body))
+    """Return the OpenAPI 3.0 schema of a raw route's request body, with its components inlined."""
+    return _to_openapi_3_0(*_schema_components(body))
 
 
 def response_schema_of(body: type[wire.ResponseBody]) -> Operation:
-    """Return the schema of a raw route's response. Only a field that admits `UNSET` is optional."""
-    schema, components = _components(body)
+    """Return the schema of a raw route's response. Only fields that admit `UNSET` are optional."""
+    schema, components = _schema_components(body)
     for component in (schema, *components.values()):
         component["required"] = [
             name
@@ -232,24 +235,24 @@ def response_schema_of(body: type[wire.ResponseBody]) -> Operation:
             value.pop("default", None)
     if body.has_other_fields:
         schema["additionalProperties"] = True
-    return _in_3_0(schema, components)
+    return _to_openapi_3_0(schema, components)
 
 
-def _components(body: type[msgspec.Struct]) -> tuple[Operation, dict[str, Operation]]:
+def _schema_components(body: type[msgspec.Struct]) -> tuple[Operation, dict[str, Operation]]:
     (reference,), components = msgspec.json.schema_components([body])
     return components.pop(reference["$ref"].rpartition("/")[2]), components
 
 
-def _in_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation:
-    """Return a part of a schema in OpenAPI 3.0: references inlined, null neither a type nor a default."""
+def _to_openapi_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation:
+    """Convert a part of a JSON schema to OpenAPI 3.0: inline references, replace the null type."""
     if "$ref" in schema:
         described = {name: value for name, value in schema.items() if name != "$ref"}
-        return {**_in_3_0(components[schema["$ref"].rpartition("/")[2]], components), **described}
+        return {**_to_openapi_3_0(components[schema["$ref"].rpartition("/")[2]], components), **described}
     base = _without_alternatives(schema, components)
     if "anyOf" not in schema:
         return base
-    kinds = [_in_3_0(kind, components) for kind in schema["anyOf"] if kind != _NULL]
-    nullable = {"nullable": True} if _NULL in schema["anyOf"] else {}
+    kinds = [_to_openapi_3_0(kind, components) for kind in schema["anyOf"] if kind != _NULL_SCHEMA]
+    nullable = {"nullable": True} if _NULL_SCHEMA in schema["anyOf"] else {}
     if len(kinds) > 1:
         return {**nullable, **base, "oneOf": kinds}
     kind = {**kinds[0], **nullable}
@@ -259,7 +262,7 @@ def _in_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation
 
 
 def _without_alternatives(schema: Operation, components: Mapping[str, Operation]) -> Operation:
-    """Return a part of a schema in which the alternatives are merged or removed."""
+    """Return a part of a schema without the keywords that OpenAPI 3.0 lacks, its inner parts converted."""
     result = {
         name: value for name, value in schema.items() if name not in ("anyOf", "discriminator", "title")
     }
@@ -269,12 +272,12 @@ def _without_alternatives(schema: Operation, components: Mapping[str, Operation]
         del result["required"]
     for name in ("items", "additionalProperties"):
         if isinstance(result.get(name), dict):
-            result[name] = _in_3_0(result[name], components)
+            result[name] = _to_openapi_3_0(result[name], components)
     if "properties" in result:
         result["properties"] = {
-            name: _in_3_0(value, components) for name, value in result["properties"].items()
+            name: _to_openapi_3_0(value, components) for name, value in result["properties"].items()
         }
     return {"type": "string", **result} if "enum" in result else result
 
 
-_NULL = {"type": "null"}
+_NULL_SCHEMA = {"type": "null"}

@@ -9,13 +9,13 @@ from django.contrib.sessions.middleware import SessionMiddleware
 from django.http import HttpRequest, HttpResponse
 from django.middleware.security import SecurityMiddleware
 
-CSP = "Content-Security-Policy"
-_SECURE = "secure"
-"""Session key: True if the session began on a page that was loaded by https."""
+CSP_HEADER = "Content-Security-Policy"
+_SECURE_SESSION_KEY = "secure"
+"""Session key that is True if the session began on a page that was loaded by https."""
 
 
-def policy(*, scripts: str = "", styles: str = "") -> str:
-    """Return a policy that allows files of this host, and inline code with these nonces."""
+def content_security_policy(*, scripts: str = "", styles: str = "") -> str:
+    """Return a content security policy that allows files of this host and inline code with these nonces."""
     return (
         f"default-src 'none'; script-src 'self'{_nonce(scripts)}; style-src 'self'{_nonce(styles)}; "
         "img-src 'self' data:; font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -28,7 +28,7 @@ def _nonce(value: str) -> str:
 
 
 class SafeAnswers(SecurityMiddleware):
-    """Django's security middleware, plus a default policy and `no-store`.
+    """Django's security middleware, which also sets a default policy and `no-store`.
 
     A response that sets its own policy or cache control keeps it.
     """
@@ -38,12 +38,12 @@ class SafeAnswers(SecurityMiddleware):
         result = super().process_response(request, response)
         result.headers.setdefault("Cache-Control", "private, no-store")
         if result.headers.get("Content-Type", "").startswith("text/html"):
-            result.headers.setdefault(CSP, policy())
+            result.headers.setdefault(CSP_HEADER, content_security_policy())
         return result
 
 
 class Sessions(SessionMiddleware):
-    """Django's session middleware, whose cookie is Secure if the sign-in page was loaded by https (§5.4).
+    """Django's session middleware. Its cookie is Secure if the sign-in page was loaded by https (§5.4).
 
     TLS may end at a proxy, and any client could forge the proxy's headers. So the page's origin decides,
     which a browser sends with every state-changing request. A client that forges its origin harms only
@@ -51,13 +51,13 @@ class Sessions(SessionMiddleware):
     """
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
-        """Set the cookie if the session has changed."""
+        """Set the session cookie if the session has changed."""
         session = request.session
         origin = request.headers.get("origin", "")
         if session.modified and not session.is_empty() and origin.startswith("https://"):
-            session[_SECURE] = True
+            session[_SECURE_SESSION_KEY] = True
         result = super().process_response(request, response)
         cookie = result.cookies.get(settings.SESSION_COOKIE_NAME)
-        if cookie is not None and session.get(_SECURE):
+        if cookie is not None and session.get(_SECURE_SESSION_KEY):
             cookie["secure"] = True
         return result

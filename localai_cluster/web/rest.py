@@ -17,18 +17,18 @@ from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 
 from localai_cluster.kit import errors
-from localai_cluster.web.wire import MALFORMED, is_json, parse_json
+from localai_cluster.web.wire import MALFORMED_MESSAGE, is_json, parse_json
 
 
 class StrictJSONParser(BaseParser):
-    """Parser of UTF-8 JSON; it ignores the character set in the content type."""
+    """DRF parser of UTF-8 JSON. It ignores the character set in the content type."""
 
     media_type = "application/json"
 
     def parse(
         self, stream: IO[Any], media_type: str | None = None, parser_context: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return the value of the body. Raise RequestDataTooBig above the limit.
+        """Return the JSON value of the body. Raise RequestDataTooBig above the limit.
 
         The limit is the view's `most_body_bytes`, else that of the settings. Django does not check the limit
         of a stream itself.
@@ -42,10 +42,10 @@ class StrictJSONParser(BaseParser):
 
 
 class AlwaysJSON(BaseContentNegotiation):
-    """Content negotiation with JSON only: the Accept header is ignored."""
+    """DRF content negotiation that ignores the Accept header and always responds with JSON."""
 
     def select_parser(self, request: Request, parsers: Iterable[BaseParser]) -> BaseParser | None:
-        """Return the JSON parser; None if the request declares another content type."""
+        """Return the JSON parser, None if the request declares another content type."""
         return next(iter(parsers)) if is_json(request.content_type or "") else None
 
     def select_renderer(
@@ -62,7 +62,7 @@ def validate_body(shape: type[serializers.Serializer[Any]], request: Request) ->
     Raise InvalidInput unless the body is an object, ValidationError for wrong fields.
     """
     if not isinstance(request.data, dict):
-        raise errors.InvalidInput(MALFORMED)
+        raise errors.InvalidInput(MALFORMED_MESSAGE)
     serializer = shape(data=request.data)
     serializer.is_valid(raise_exception=True)
     fields: dict[str, Any] = serializer.validated_data
@@ -70,7 +70,7 @@ def validate_body(shape: type[serializers.Serializer[Any]], request: Request) ->
 
 
 class FastJSONRenderer(BaseRenderer):
-    """Renderer of plain values; times in UTC end in `Z`, ids are texts."""
+    """DRF renderer of plain values with orjson. Times in UTC end in `Z`, ids are texts."""
 
     media_type = "application/json"
     format = "json"
@@ -83,15 +83,15 @@ class FastJSONRenderer(BaseRenderer):
         accepted_media_type: str | None = None,
         renderer_context: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Return the encoded response, empty for a response without a body."""
+        """Return the response body as JSON, empty for a response without data."""
         return b"" if data is None else orjson.dumps(data, option=orjson.OPT_UTC_Z)
 
 
 class Strict:
     """Mixin for serializer fields that refuses values which DRF would convert.
 
-    A number is not a text; a text or a boolean is not a number. The API document adds `schema` to the schema
-    that it derives from the field.
+    For example, a number is no text, and a text or a boolean is no number. The API document adds `schema` to
+    the schema that it derives from the field.
     """
 
     accepts: type | tuple[type, ...]
@@ -109,7 +109,7 @@ class Strict:
 
 
 class Text(Strict, serializers.CharField):
-    """A JSON string, kept as sent."""
+    """Serializer field of a JSON string, which is not trimmed."""
 
     accepts = str
     complaint = "must be a string"
@@ -119,14 +119,14 @@ class Text(Strict, serializers.CharField):
 
 
 class Whole(Strict, serializers.IntegerField):
-    """A JSON whole number."""
+    """Serializer field of a whole number."""
 
     accepts = int
     complaint = "must be a whole number"
 
 
 class Number(Strict, serializers.FloatField):
-    """A JSON number."""
+    """Serializer field of a number."""
 
     accepts = (int, float)
     complaint = "must be a number"
@@ -140,14 +140,14 @@ class Number(Strict, serializers.FloatField):
 
 
 class Flag(Strict, serializers.BooleanField):
-    """A JSON boolean."""
+    """Serializer field of a boolean."""
 
     accepts = bool
     complaint = "must be true or false"
 
 
 class NullIsAbsent(serializers.Serializer[Any]):
-    """Mixin for serializers: null means that an optional field is absent."""
+    """Mixin for serializers for which null means that an optional field is absent."""
 
     def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
         fields: dict[str, serializers.Field[Any, Any, Any, Any]] = super().get_fields()
@@ -162,11 +162,11 @@ class NullIsAbsent(serializers.Serializer[Any]):
 
 
 class Described:
-    """Mixin for serializers that corrects the schema which the API document derives from the fields."""
+    """Mixin for serializers that corrects the derived schema in the API document."""
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return the corrected schema."""
+        """Return the corrected schema of the serializer."""
         raise NotImplementedError
 
 

@@ -29,22 +29,22 @@ TEXTS: Schema = {"type": "array", "items": TEXT}
 
 
 def count(least: int = 0, **constraints: Any) -> Schema:
-    """Return the schema of a whole number of at least `least`."""
+    """Return the schema of a whole number that is at least `least`."""
     return {"type": "integer", "minimum": least} | constraints
 
 
 def reference(component: str) -> Schema:
-    """Return a reference to the component with this name."""
+    """Return a schema that refers to the component with this name."""
     return {"$ref": f"#/components/schemas/{component}"}
 
 
-def mapping(values: Schema) -> Schema:
-    """Return the schema of an object with arbitrary keys and these values."""
+def mapping_schema(values: Schema) -> Schema:
+    """Return the schema of an object with any keys, whose values have the schema `values`."""
     return {"type": "object", "additionalProperties": values}
 
 
 class Time(Func):
-    """Expression that formats a time for the wire in the database, faster than Python could."""
+    """SQL expression that formats a time for the API, faster than Python could."""
 
     function = "to_char"
     template = """%(function)s(%(expressions)s AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
@@ -52,26 +52,26 @@ class Time(Func):
 
 
 def text(column: str) -> Cast:
-    """Return an expression that casts a column, such as an id, to text."""
+    """Return a SQL expression that casts a column, such as an id, to text."""
     return Cast(column, TextField())
 
 
-COMPONENTS: dict[str, Schema] = {}
-"""Component schemas of the API document, by name."""
+COMPONENT_SCHEMAS: dict[str, Schema] = {}
+"""Component schemas of the API document by name."""
 
 
 class Named:
-    """A component of the API document: its name and its schema."""
+    """A named component of the API document, with its schema."""
 
     def __init__(self, name: str, schema: Schema) -> None:
-        if name in COMPONENTS:
+        if name in COMPONENT_SCHEMAS:
             raise ValueError(f"the API document has two components {name}")
         self.name = name
-        self.schema = COMPONENTS[name] = schema
+        self.schema = COMPONENT_SCHEMAS[name] = schema
 
     @property
     def ref(self) -> Schema:
-        """A reference to this component."""
+        """A schema that refers to this component."""
         return reference(self.name)
 
     @property
@@ -81,23 +81,23 @@ class Named:
 
 
 def one_of(choices: type[Choices]) -> Schema:
-    """Return the schema of a text that is one of `choices`."""
+    """Return the schema of a text with one of these choices."""
     description = "\n".join(f"* `{value}` - {label}" for value, label in choices.choices)
     return {"enum": list(choices.values), "type": "string", "description": description}
 
 
 def enum(name: str, choices: type[Choices]) -> Named:
-    """Return a component whose value is one of `choices`."""
+    """Return a named component whose value is one of these choices."""
     return Named(name, one_of(choices))
 
 
-_SOURCES: Mapping[str, Callable[[str], Combinable]] = {"uuid": text, "date-time": Time}
-"""Expression that reads a column, by the format of its schema; other columns are read unchanged."""
+_EXPRESSION_BY_FORMAT: Mapping[str, Callable[[str], Combinable]] = {"uuid": text, "date-time": Time}
+"""SQL expression that reads a column, by the format of its schema. Other columns are read unchanged."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A key of an object: its name, schema, column, and whether it may be absent or null.
+    """A key of an object: its name, its schema, its column, and whether it may be absent or null.
 
     If `column` is None, the caller passes the value. `inner` is the shape of a value that the database builds
     as JSON text.
@@ -113,7 +113,7 @@ class Field:
 
     @property
     def described(self) -> Schema:
-        """The schema with the field's description and nullability."""
+        """The schema with the description and nullability of the field."""
         additions = ({"description": self.meaning} if self.meaning else {}) | (
             {"nullable": True} if self.nullable else {}
         )
@@ -130,14 +130,14 @@ def field(name: str, schema: Schema, meaning: str = "", **options: Any) -> Field
 def column(
     name: str, schema: Schema, meaning: str = "", *, source: Combinable | None = None, **options: Any
 ) -> Field:
-    """Return a field whose value is a column, by default the column with the field's name."""
+    """Return a field whose value is read from a column, by default the column with its name."""
     if source is None:
-        source = _SOURCES.get(schema.get("format", ""), F)(name)
+        source = _EXPRESSION_BY_FORMAT.get(schema.get("format", ""), F)(name)
     return Field(name, schema, source, meaning, **options)
 
 
 class Shape(Named):
-    """A JSON object with a fixed set of keys."""
+    """A JSON object with a fixed set of keys, built from columns or from values."""
 
     def __init__(
         self, name: str, meaning: str, fields: Iterable[Field], required: Iterable[str] | None = None
@@ -158,29 +158,29 @@ class Shape(Named):
         return schema | ({"required": required} if required else {})
 
     def of(self, **values: Any) -> Row:
-        """Return an object with these values. Raise TypeError for an unknown field."""
+        """Return the object with these values. Raise TypeError for an unknown field."""
         if unknown := values.keys() - self.fields.keys():
             raise TypeError(f"{self.name} has no {', '.join(sorted(unknown))}")
         return self.trimmed(values)
 
     def of_object(self, source: object, **values: Any) -> Row:
-        """Return an object with these values, and for the other fields the attributes of `source`."""
+        """Return the object with these values. Other fields are attributes of `source`."""
         others = {name: getattr(source, name) for name in self.fields if name not in values}
         return self.of(**others, **values)
 
     def trimmed(self, row: Row) -> Row:
-        """Delete the optional keys with empty values from `row`; return `row`."""
+        """Delete the empty optional keys of `row` in place; return `row`."""
         for name in self._optional:
             if name in row and not row[name]:
                 del row[name]
         return row
 
     def rows(self, queryset: QuerySet[Any]) -> list[Row]:
-        """Return one object for each row, in the order of the rows, by one query."""
+        """Return one object for each row of the queryset, in its order, with one query."""
         return [self.row(values) for values in queryset.values_list(*self.columns.values())]
 
     def row(self, values: Sequence[Any]) -> Row:
-        """Return the object for the values of `columns`, in their order; ignore further values."""
+        """Return the object for the values of its columns, in order. Ignore further values."""
         row: Row = dict(zip(self.columns, values, strict=False))
         for name, inner in self._inner:
             if row[name] is not None:
@@ -188,11 +188,11 @@ class Shape(Named):
         return self.trimmed(row)
 
     def made(self, **sources: Combinable) -> JSONObject:
-        """Return an expression that builds the object; `sources` has the fields without a column."""
+        """Return a SQL expression that builds the object; `sources` has those of fields without a column."""
         return JSONObject(**(self.columns | sources))
 
     def read(self, *, unless_null: str = "", **sources: Combinable) -> Combinable:
-        """Return an expression of the object as JSON text; it is null if the column `unless_null` is null."""
+        """Return a SQL expression of the object as JSON text, null if the column `unless_null` is null."""
         expression: Combinable = self.made(**sources)
         if unless_null:
             expression = Case(When(**{f"{unless_null}__isnull": False}, then=expression))

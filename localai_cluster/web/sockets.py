@@ -1,4 +1,4 @@
-"""Base of our websockets: authorization at the handshake and later, and the topics of a socket.
+"""Base of our websockets: authorization at the handshake and later, and topics of messages.
 
 The surrounding application sets the caller as `scope["principal"]`, and a call of
 `scope["current_principal"]` reads the caller again. Only admins are admitted. An open socket checks its
@@ -27,24 +27,24 @@ log = logging.getLogger(__name__)
 
 Scope = Mapping[str, Any]
 Topic = Callable[[Scope], AsyncGenerator[str, None]]
-"""Function that returns a generator of encoded messages for the client of a scope.
+"""Function that returns a generator of encoded messages for one client.
 
 The socket closes the generator when it closes.
 """
 
-UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND, FAILED = 4401, 4403, 4404, 1011
-CHECK_EVERY = 15.0
-"""Seconds between two checks of an open socket's principal, in case a wake-up is lost."""
+UNAUTHENTICATED_CODE, NOT_ALLOWED_CODE, NOT_FOUND_CODE, FAILED_CODE = 4401, 4403, 4404, 1011
+CHECK_SECONDS = 15.0
+"""Seconds between two checks of an open socket's principal, in case a notification is lost."""
 
 MAX_REASON_LENGTH = 120
-"""Maximum bytes of the reason in a close frame."""
+"""Maximum bytes of the reason in a websocket's close frame."""
 
-_open: set["LiveSocket"] = set()
+_open_sockets: set["LiveSocket"] = set()
 """The open sockets of this process."""
 
 
-class Ended(Exception):
-    """A topic has ended. The socket closes with this code and reason."""
+class TopicEnded(Exception):
+    """A topic has ended; the socket closes with this code and reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -53,15 +53,15 @@ class Ended(Exception):
 
 
 def recheck_sockets(access_name: str = "") -> None:
-    """Make the open sockets with this access name check their principal at once; "" means all sockets."""
-    for socket in tuple(_open):
+    """Make open sockets with this access name check their principal at once; "" means all sockets."""
+    for socket in tuple(_open_sockets):
         scope: Scope = socket.scope
         if not access_name or access_name in scope.get("access_names", ()):
             socket.recheck_requested.set()
 
 
 class LiveSocket(AsyncWebsocketConsumer):
-    """The socket of one client that receives `topics`.
+    """A websocket that sends the messages of `topics` to one client.
 
     `admit` may raise an error, such as NotFound, before the handshake is accepted. The message of `greeting`
     is sent first. With `explains` the handshake of a refused page of ours is accepted before the close,
@@ -85,18 +85,18 @@ class LiveSocket(AsyncWebsocketConsumer):
         self.recheck_requested = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Serve the connection; its tasks end with it."""
+        """Serve the connection until it ends, then end its tasks."""
         try:
             return await super().__call__(scope, receive, send)
         finally:
-            _open.discard(self)
+            _open_sockets.discard(self)
             if self._work is not None:
                 await cancellation.end(self._work)
 
     async def connect(self) -> None:
         """Accept or refuse the handshake, then start the topics."""
         scope: Scope = self.scope
-        _open.add(self)
+        _open_sockets.add(self)
         refusal = close_code_of(scope)
         if refusal:
             if self._explains and origin_of(scope) is not None and same_origin(scope):
@@ -110,7 +110,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         await self.accept()
         if self._greeting is not None:
             await self.send(text_data=self._greeting(scope))
-        self._work = asyncio.create_task(self._watch())
+        self._work = asyncio.create_task(self._run_topics())
 
     async def _admitted(self, admit: Callable[[Scope], Awaitable[None]], scope: Scope) -> bool:
         """Return True if `admit` accepts the scope. Otherwise refuse the handshake with its error."""
@@ -137,21 +137,21 @@ class LiveSocket(AsyncWebsocketConsumer):
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
         """Ignore the client's messages."""
 
-    async def _watch(self) -> None:
+    async def _run_topics(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._check_principal())
                 for topic in self._topics:
-                    group.create_task(self._carry(topic))
-        except* Ended as endings:
+                    group.create_task(self._send_topic(topic))
+        except* TopicEnded as endings:
             ended = endings.exceptions[0]
-            assert isinstance(ended, Ended)
+            assert isinstance(ended, TopicEnded)
             await self.close(code=ended.code, reason=ended.reason)
         except* Exception as failures:
             log.exception("a socket's task failed; the socket is closed", exc_info=failures)
-            await self.close(code=FAILED)
+            await self.close(code=FAILED_CODE)
 
-    async def _carry(self, topic: Topic) -> None:
+    async def _send_topic(self, topic: Topic) -> None:
         async with contextlib.aclosing(topic(self.scope)) as messages:
             async for message in messages:
                 try:
@@ -160,11 +160,11 @@ class LiveSocket(AsyncWebsocketConsumer):
                     return  # the client has disconnected; the connection then ends this socket
 
     async def _check_principal(self) -> None:
-        """Close the socket if its client has lost access: signed out, deactivated, key revoked."""
+        """Close the socket when its client loses access: signed out, deactivated, or key revoked."""
         scope: Scope = self.scope
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_EVERY):
+                async with asyncio.timeout(CHECK_SECONDS):
                     await self.recheck_requested.wait()
             self.recheck_requested.clear()
             try:
@@ -179,11 +179,11 @@ class LiveSocket(AsyncWebsocketConsumer):
 
 
 class NoSuchSocket(AsyncWebsocketConsumer):
-    """Socket of all other paths; it refuses every handshake."""
+    """The websocket of unknown paths, which refuses every handshake."""
 
     async def connect(self) -> None:
         """Refuse the handshake."""
-        await self.close(code=NOT_FOUND)
+        await self.close(code=NOT_FOUND_CODE)
 
 
 def encode_message(message: Mapping[str, Any]) -> str:
@@ -195,12 +195,12 @@ def close_code_of(scope: Scope) -> int:
     """Return the close code for a caller without access; 0 for an admin."""
     principal = scope.get("principal")
     if principal is None or not principal.is_authenticated:
-        return UNAUTHENTICATED
-    return 0 if principal.is_admin and same_origin(scope) else NOT_ALLOWED
+        return UNAUTHENTICATED_CODE
+    return 0 if principal.is_admin and same_origin(scope) else NOT_ALLOWED_CODE
 
 
 def origin_of(scope: Scope) -> str | None:
-    """Return the Origin header of the page that opened the socket; None for programs, which send none."""
+    """Return the Origin header of the page that opened the socket, None for a program, which sends none."""
     return _header(scope, b"origin")
 
 
@@ -210,7 +210,7 @@ def same_origin(scope: Scope) -> bool:
     The result is also True for programs, which send no Origin.
     """
     origin = origin_of(scope)
-    if origin is None or _trusted(origin):
+    if origin is None or _is_trusted_origin(origin):
         return True
     try:
         host = urlsplit(origin).netloc.lower()
@@ -219,8 +219,8 @@ def same_origin(scope: Scope) -> bool:
     return bool(host) and host == (_header(scope, b"host") or "").lower()
 
 
-def _trusted(origin: str) -> bool:
-    """Return True for a trusted origin of Django's CSRF settings: a proxy may replace the Host header."""
+def _is_trusted_origin(origin: str) -> bool:
+    """Return True for a trusted origin of Django's CSRF settings. Behind a proxy the Host may differ."""
     scheme, _, host = origin.lower().partition("://")
     trusted = (entry.partition("://") for entry in settings.CSRF_TRUSTED_ORIGINS)
     return any(
@@ -237,12 +237,12 @@ def _header(scope: Scope, header_name: bytes) -> str | None:
 
 
 def query_text(scope: Scope, name: str) -> str:
-    """Return a query parameter, "" if it is missing."""
+    """Return a text from the query string, "" if it is missing."""
     query: bytes = scope.get("query_string", b"")
     return parse_qs(query.decode("latin-1")).get(name, [""])[0]
 
 
 def query_number(scope: Scope, name: str) -> int | None:
-    """Return a sequence number from the query; None if it is missing or invalid."""
+    """Return a number from the query string, None if it is missing or invalid."""
     text = query_text(scope, name)
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

@@ -1,12 +1,14 @@
-"""Failures for each address: tokens, node secrets, API keys (D-FAILED-TOKENS), sign-ins (D-SIGN-IN).
+"""Limits of failed authentication per address (D-FAILED-TOKENS, D-SIGN-IN).
 
-An address over the limit may not try another token until the minute is over, not even the right one.
+Tokens, node secrets, API keys and passwords are counted. An address over the limit may not try another token
+until the minute is over, not even a right one.
+
 Credentials that identify a node are still checked, so that no node can be locked out: its own secret (256
 random bits), and the shared token of a node that registered with it. Every other request gets 429, including
 the shared token for a node that did not register with it: a right guess must look like a wrong one. A valid
-API key keeps working beside invalid ones, at no cost: only refused keys are counted. From an address over
-the limit a body is read after its key is confirmed, which costs a statement if the process has not cached
-the key. Passwords are rarer and hashed slowly, so attempts are counted before the check, and the count of a
+API key keeps working beside invalid ones, at no cost: only refused keys are counted. From an address over the
+limit a body is read after its key is confirmed, which costs a statement if the process has not cached the
+key. Passwords are rarer and hashed slowly, so attempts are counted before the check, and the count of a
 successful attempt is taken back.
 
 The counts are in Valkey, so that all web processes share them. While Valkey is away each process counts for
@@ -32,10 +34,10 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 30
 """Default maximum of failures per address and window: those of five workers with default retries."""
-SIGN_IN_LIMIT = 5
-"""Maximum of wrong passwords per address and window (§5.4)."""
+SIGN_IN_FAILURE_LIMIT = 5
+"""Maximum number of wrong passwords per address and window (§5.4)."""
 WINDOW = 60
-"""Seconds of a window. Windows follow each other without a gap and are the same for all addresses."""
+"""Seconds of a window in which failures are counted. All addresses have the same windows."""
 MAX_ADDRESSES = 10_000
 _OUTAGE_PAUSE_SECONDS = 5
 """Seconds during which Valkey is not used after it did not respond."""
@@ -46,7 +48,7 @@ T = TypeVar("T")
 
 
 class TooManyFailures(errors.ClusterError):
-    """The address has exceeded its limit of failures."""
+    """The address has exceeded its limit of failed authentication."""
 
     status = 429
     code = "too_many_failures"
@@ -58,7 +60,7 @@ class TooManyFailures(errors.ClusterError):
 
 
 def counter_key(address: str) -> str:
-    """Return the key under which an address's failures are counted; "" for no IP address.
+    """Return the key of an address's count, "" if the text is no IP address.
 
     The key is the IPv4 address, or the /64 of an IPv6 address.
     """
@@ -72,7 +74,7 @@ def counter_key(address: str) -> str:
 
 
 class Failures:
-    """Failure counts in `shared`, or in `local` while `shared` is unreachable.
+    """Counts of failures per address, in `shared` or, while it is unreachable, in `local`.
 
     `credentials` names the counted credentials in messages.
     """
@@ -90,28 +92,28 @@ class Failures:
 
     def check(self, address: str, now: datetime) -> None:
         """Raise TooManyFailures if the address must not try another credential in this window."""
-        if (key := counter_key(address)) and self._count(key, _window(now)) >= self._limit:
+        if (key := counter_key(address)) and self._count(key, _window_number(now)) >= self._limit:
             raise TooManyFailures(_seconds_left(now), self._credentials)
 
     def note(self, address: str, now: datetime) -> None:
-        """Count one failure. Raise TooManyFailures if the count is over the limit.
+        """Count a failure of the address. Raise TooManyFailures if the count is over the limit.
 
-        An address that is shared by many callers (a reverse proxy on a socket) has no limit.
+        An address that many callers share (a reverse proxy on a socket) has no limit.
         """
         count = self._add(address, now)
         self.log_failure(address, now)
         if count > self._limit:
             if len(self._refused) >= MAX_ADDRESSES:
                 self._refused.clear()
-            self._refused[counter_key(address)] = _window(now)
-        self._judge(count, now)
+            self._refused[counter_key(address)] = _window_number(now)
+        self._check_count(count, now)
 
     def was_refused(self, address: str, now: datetime) -> bool:
-        """Return True if `note` of this process refused the address in this window. No I/O."""
-        return self._refused.get(counter_key(address)) == _window(now)
+        """Return True if this process refused the address in this window. It does no I/O."""
+        return self._refused.get(counter_key(address)) == _window_number(now)
 
-    async def noted(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
-        """Count one failure in a thread; return the error for the caller, `refusal` or TooManyFailures."""
+    async def note_in_thread(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
+        """Count a failure in a thread. Return the error for the caller: `refusal`, or TooManyFailures."""
         try:
             await asyncio.to_thread(self.note, address, clock.now())
         except TooManyFailures as over:
@@ -119,30 +121,30 @@ class Failures:
         return refusal
 
     def begin(self, address: str, now: datetime) -> None:
-        """Count an attempt before its credential is checked. Raise TooManyFailures over the limit.
+        """Count an attempt before its password is checked. Raise TooManyFailures over the limit.
 
         Concurrent attempts count like consecutive attempts. The caller calls `forgive` after a successful
         attempt and `log_failure` after a failed one.
         """
-        self._judge(self._add(address, now), now)
+        self._check_count(self._add(address, now), now)
 
     def forgive(self, address: str, now: datetime) -> None:
-        """Subtract the attempt that began at `now`, because it succeeded."""
+        """Subtract the attempt that began at `now`, because it was successful."""
         if key := counter_key(address):
-            self._call(lambda counts: _decrement(counts, f"{key}|{_window(now)}"))
+            self._call(lambda counts: _decrement(counts, f"{key}|{_window_number(now)}"))
 
     def log_failure(self, address: str, now: datetime) -> None:
-        """Log a failure that was counted, with the sum, at most once a minute per address."""
-        key, window = counter_key(address), _window(now)
+        """Log the failures of an address with their number, at most once a minute."""
+        key, window = counter_key(address), _window_number(now)
         if key and self._call(lambda counts: counts.add(f"{key}|told", 1, WINDOW)):
             recently = self._count(key, window) + self._count(key, window - 1)
             log.warning("failed %s from %s within two minutes: %d", self._credentials, key, recently)
 
     def _add(self, address: str, now: datetime) -> int:
         key = counter_key(address)
-        return self._call(lambda counts: _increment(counts, f"{key}|{_window(now)}")) if key else 0
+        return self._call(lambda counts: _increment(counts, f"{key}|{_window_number(now)}")) if key else 0
 
-    def _judge(self, count: int, now: datetime) -> None:
+    def _check_count(self, count: int, now: datetime) -> None:
         if count > self._limit:
             raise TooManyFailures(_seconds_left(now), self._credentials)
 
@@ -179,7 +181,7 @@ def _decrement(counts: BaseCache, key: str) -> None:
         counts.decr(key)
 
 
-def _window(now: datetime) -> int:
+def _window_number(now: datetime) -> int:
     return int(now.timestamp()) // WINDOW
 
 
@@ -189,39 +191,39 @@ def _seconds_left(now: datetime) -> float:
 
 
 def in_memory_counters(name: str, addresses: int) -> LocMemCache:
-    """Return counts in the memory of this process; the least recently used addresses are dropped first."""
+    """Return a cache for counts in this process, which drops the least recently used addresses."""
     return LocMemCache(name, {"OPTIONS": {"MAX_ENTRIES": 3 * addresses}})
 
 
 @cache
 def token_failures() -> Failures:
-    """Return the counts of wrong tokens and node secrets."""
-    return Failures(*_caches("failures"), conf.cluster().failed_tokens)
+    """Return the counter of wrong tokens and node secrets."""
+    return Failures(*_open_caches("failures"), conf.cluster().failed_tokens)
 
 
 @cache
 def api_keys() -> Failures:
-    """Return the counts of wrong API keys; they are separate, so that a stale key blocks no worker."""
-    return Failures(*_caches("failed-keys"), conf.cluster().failed_tokens, "API keys")
+    """Return the counter of wrong API keys. It is separate, so that a stale key blocks no worker."""
+    return Failures(*_open_caches("failed-keys"), conf.cluster().failed_tokens, "API keys")
 
 
 @cache
 def sign_ins() -> Failures:
-    """Return the counts of wrong passwords."""
-    return Failures(*_caches("sign-ins"), SIGN_IN_LIMIT, "sign-ins")
+    """Return the counter of wrong passwords."""
+    return Failures(*_open_caches("sign-ins"), SIGN_IN_FAILURE_LIMIT, "sign-ins")
 
 
-def _caches(name: str) -> tuple[BaseCache | None, BaseCache]:
-    """Return the caches of the counts with this name: the shared cache, and the cache of this process."""
+def _open_caches(name: str) -> tuple[BaseCache | None, BaseCache]:
+    """Return the caches for counts with this name: the shared one, and that of this process."""
     from django.core.cache.backends.redis import RedisCache
 
     url = conf.cluster().redis_url
-    common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _options()}) if url else None
+    common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _client_options()}) if url else None
     return common, in_memory_counters(name, MAX_ADDRESSES)
 
 
-def _options() -> dict[str, Any]:
-    """Return the options of the Valkey client: no retries, because the caller waits."""
+def _client_options() -> dict[str, Any]:
+    """Return options of the Valkey client. It does not retry, because a caller waits."""
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 

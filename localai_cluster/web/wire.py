@@ -1,4 +1,4 @@
-"""Requests and responses of raw routes: bodies, headers, slow clients, the error envelope of inference."""
+"""Requests and responses of raw ASGI routes: bodies, headers, slow clients, inference's error envelope."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 MAX_BODY = 4 * 1024 * 1024
-"""Maximum bytes of a request's body; the OpenAPI description states it."""
+"""Default maximum bytes of a request body. The API document states it."""
 
 Int64 = Annotated[int, msgspec.Meta(extra_json_schema={"format": "int64"})]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -32,12 +32,12 @@ _MAX_PROBLEM_LENGTH = 200
 
 
 class Disconnected(Exception):
-    """The client has disconnected."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete response, of content type `kind`."""
+    """A complete HTTP response; `kind` is its content type."""
 
     body: bytes
     status: int = 200
@@ -46,10 +46,10 @@ class Answer:
 
 
 class ResponseBody(msgspec.Struct):
-    """Base of the JSON objects in responses of raw routes; a field that may be absent has `UnsetType`."""
+    """Base of JSON objects in responses of raw routes; optional fields have the type `UnsetType`."""
 
     has_other_fields: ClassVar[bool] = False
-    """True if a response has more fields than the class names."""
+    """True if a response may have fields that the class does not name."""
 
 
 class LoadProgress(ResponseBody):
@@ -109,12 +109,15 @@ def json_answer(body: ResponseBody, status: int = 200, headers: Iterable[Header]
 
 
 def client_of(scope: Scope) -> str:
-    """Return the address of the client's connection; "" if the socket has none."""
+    """Return the address of the client's connection, "" if the socket has none."""
     return str((scope.get("client") or [""])[0])
 
 
 async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterError | None = None) -> bytes:
-    """Return the body. Raise the error of `too_large` above `limit` bytes, Disconnected without the end."""
+    """Return the body of a request.
+
+    Raise the error of `too_large` above `limit` bytes, Disconnected if the client disconnects before the end.
+    """
     parts: list[bytes] = []
     size = 0
     while True:
@@ -131,24 +134,24 @@ async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterE
 
 
 async def wait_until_disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None:
-    """Send a complete response. With `more` the caller sends the end of the response."""
+    """Send a response. With `more` the caller sends the end of the body."""
     length = (b"content-length", str(len(answer.body)).encode())
     headers = [(b"content-type", answer.kind), length, *answer.headers]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body, "more_body": more})
 
 
-MALFORMED = "invalid request body"
+MALFORMED_MESSAGE = "invalid request body"
 
 
 class CancelScope:
-    """A block that `cancel` ends with an error.
+    """A context manager whose block `cancel` ends with an error.
 
     `cancel` cancels the block's task, and the block raises the error instead of CancelledError.
     """
@@ -163,7 +166,7 @@ class CancelScope:
         return self
 
     def cancel(self, error: Exception) -> None:
-        """End the block with this error. Do nothing if the block has already ended."""
+        """End the block with this error. Do nothing if it has already ended."""
         if self._error is None and not self._has_ended:
             self._error = error
             self._task.cancel()
@@ -178,7 +181,10 @@ class CancelScope:
 
 
 class Outgoing(CancelScope):
-    """The connection to the client. Raise Disconnected if the client reads nothing for the silence limit."""
+    """Sends one response to a client.
+
+    Raise Disconnected if the client reads nothing for the silence limit.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -193,7 +199,7 @@ class Outgoing(CancelScope):
         super().__exit__(kind)
 
     async def head(self, headers: list[Header]) -> None:
-        """Send the status and the headers."""
+        """Send the status 200 and the headers."""
         await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def body(self, events: bytes) -> None:
@@ -201,7 +207,7 @@ class Outgoing(CancelScope):
         await self._send_message({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, last: bytes) -> None:
-        """Send the last piece of the body."""
+        """Send the last piece of the body and end the response."""
         await self._send_message({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_message(self, message: Message) -> None:
@@ -216,23 +222,23 @@ def is_json(content_type: str) -> bool:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Return the JSON value of `raw`; an empty body counts as `{}` (§0.1). Raise InvalidInput."""
+    """Return the JSON value of a body; an empty body counts as `{}` (§0.1). Raise InvalidInput."""
     if not raw.strip():
         return {}
     if problem := untrusted.json_problem(raw):
         raise InvalidInput(f"the request body is {problem}")
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(MALFORMED) from error
+        raise InvalidInput(MALFORMED_MESSAGE) from error
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
 async def read_json_object(receive: Receive, content_type: str, limit: int) -> dict[str, Any]:
-    """Return the body as a JSON object; an empty body counts as `{}`.
+    """Read the body as a JSON object; an empty body counts as `{}`.
 
     Raise InvalidInput, with status 413 above `limit` bytes.
     """
@@ -241,12 +247,12 @@ async def read_json_object(receive: Receive, content_type: str, limit: int) -> d
     raw = await read_body(receive, limit, too_large)
     value = parse_json(raw) if not raw or is_json(content_type) else None
     if not isinstance(value, dict):
-        raise InvalidInput(MALFORMED)
+        raise InvalidInput(MALFORMED_MESSAGE)
     return value
 
 
 def parse_json_object(body: bytes) -> Mapping[str, Any]:
-    """Return the body as a JSON object; an empty body counts as `{}` (§0.1). Raise InvalidInput."""
+    """Return a body as a JSON object; an empty body counts as `{}` (§0.1). Raise InvalidInput."""
     if problem := untrusted.json_problem(body):
         raise InvalidInput(f"the request body is {problem}")
     try:
@@ -259,9 +265,9 @@ def parse_json_object(body: bytes) -> Mapping[str, Any]:
 
 
 def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T:
-    """Return the fields of a body as `kind`: an absent field is null, unknown fields are ignored.
+    """Convert the fields of a body to `kind`. An absent field is null, unknown fields are ignored.
 
-    With `texts`, numbers and switches may be texts, because a form has only texts. Raise InvalidInput for the
+    With `texts`, numbers and booleans may be texts, because a form has only texts. Raise InvalidInput for the
     first wrong field, in the order of the fields of `kind`.
     """
     try:
@@ -270,11 +276,11 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
     except msgspec.ValidationError as error:
         # The problem may quote the request.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        raise field_error(path, problem[:_MAX_PROBLEM_LENGTH], _code_of(problem)) from error
+        raise field_error(path, problem[:_MAX_PROBLEM_LENGTH], _problem_code(problem)) from error
 
 
 def parse_part(fields: Mapping[str, Any], kind: type[T], path: str) -> T:
-    """Return a part of a body as `kind`. An InvalidInput has the path of the wrong field in the body."""
+    """Convert a part of a body to `kind`. An InvalidInput has the path of the wrong field in the body."""
     try:
         return parse_struct(fields, kind)
     except InvalidInput as error:
@@ -283,7 +289,7 @@ def parse_part(fields: Mapping[str, Any], kind: type[T], path: str) -> T:
 
 
 def field_error(path: str, problem: str, code: str = "invalid_value") -> InvalidInput:
-    """Return the error for the part of a body at `path`, such as `messages[0].content`.
+    """Return the error about the part of a body at `path`, such as `messages[0].content`.
 
     The error's field is the first name of the path. `code` is OpenAI's code for the problem.
     """
@@ -292,7 +298,7 @@ def field_error(path: str, problem: str, code: str = "invalid_value") -> Invalid
     return error
 
 
-_PROBLEMS = (
+_CODE_BY_PROBLEM_PATTERN = (
     (re.compile("got `null`|missing required field"), "missing_required_parameter"),
     (re.compile("`int` >"), "integer_below_min_value"),
     (re.compile("`int` <"), "integer_above_max_value"),
@@ -303,24 +309,26 @@ _PROBLEMS = (
     (re.compile("`str` of length <"), "string_above_max_length"),
     (re.compile("^Expected .*, got "), "invalid_type"),
 )
-"""Patterns of msgspec's messages, and OpenAI's codes for them; the default is `invalid_value`."""
+"""OpenAI's error codes by patterns of msgspec's messages; the default is `invalid_value`."""
 
 
-def _code_of(problem: str) -> str:
-    return next((code for pattern, code in _PROBLEMS if pattern.search(problem)), "invalid_value")
+def _problem_code(problem: str) -> str:
+    return next(
+        (code for pattern, code in _CODE_BY_PROBLEM_PATTERN if pattern.search(problem)), "invalid_value"
+    )
 
 
 def message_with_field(error: ClusterError) -> str:
-    """Return the message for an envelope without a key for the field.
+    """Return the error's message for an envelope that has no key for the wrong field.
 
-    The name of the field precedes the message, unless the message already names the field.
+    The name of the field precedes the message, unless the message already contains it.
     """
     named = not error.field or error.field in error.message
     return error.message if named else f"{error.field}: {error.message}"
 
 
 def error_body(error: ClusterError) -> ErrorBody:
-    """Return the nested envelope in OpenAI's form (§0.4)."""
+    """Return the error envelope in OpenAI's form (§0.4)."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     loading = error.data.get("loading")
     return ErrorBody(
@@ -335,7 +343,7 @@ def error_body(error: ClusterError) -> ErrorBody:
 
 
 def error_answer(error: ClusterError) -> Answer:
-    """Return the error response in OpenAI's form."""
+    """Return an error response in OpenAI's form."""
     return json_answer(error_body(error), error.status, error_headers(error))
 
 

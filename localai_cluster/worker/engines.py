@@ -167,7 +167,7 @@ class EngineSupervisor:
         `gpus` are the ids of the only GPUs that it may use; empty for all. Raise StartFailed, with the
         engine's last output, or NoFreePort.
         """
-        with metrics.starting():
+        with metrics.count_start():
             return await self._start(key, backend, start_file, gpus)
 
     async def _start(self, key: str, backend: str, start_file: Path, gpus: tuple[str, ...]) -> Engine:
@@ -335,7 +335,7 @@ class EngineSupervisor:
         ]
         await process.wait()
         if not engine.stopping:
-            metrics.CRASHES.inc()
+            metrics.ENGINE_CRASHES.inc()
             log.warning("engine ended key=%s %s", engine.key, _exit_text(engine))
             if engine.ready.is_set():
                 # If it was never ready, the reply of the starting command reports the failure.

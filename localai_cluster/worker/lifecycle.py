@@ -202,7 +202,7 @@ class Worker:
         """Run until a signal, a `stop` message or a failure. Raise GaveUp and other failures."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        metrics.ENGINES.set_function(lambda: len(self._supervisor.running()))
+        metrics.RUNNING_ENGINES.set_function(lambda: len(self._supervisor.running()))
         metrics.BUS_CONNECTED.set_function(lambda: self._bus.connected)
         files, application = self._files, self._application
         try:  # the HTTP server ends before the bus (worker.md §19)

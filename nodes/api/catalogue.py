@@ -15,7 +15,7 @@ from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web.openapi import describe
-from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping_schema
 from nodes.api import base
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
@@ -50,11 +50,11 @@ CATALOGUE = Shape(
         field("repositories", REPOSITORY.many),
         field("galleryErrors", GALLERY_ERROR.many),
         field("allTags", TEXTS),
-        field("nodesByCapability", mapping(count()), "Healthy nodes by capability."),
-        field("processingBackends", mapping(UUID), "Key of an active operation to its id."),
+        field("nodesByCapability", mapping_schema(count()), "Healthy nodes by capability."),
+        field("processingBackends", mapping_schema(UUID), "Key of an active operation to its id."),
         field(
             "taskTypes",
-            mapping(base.enum_schema(("Installation", "Deletion", "Waiting"))),
+            mapping_schema(base.enum_schema(("Installation", "Deletion", "Waiting"))),
             "And to what it does.",
         ),
         field("availableBackends", count(), "Entries of all galleries."),
@@ -251,7 +251,7 @@ AVAILABLE_BACKEND = Shape(
         field("uri", TEXT, "Without credentials.", optional=True),
         *(field(name, TEXT, optional=True) for name in ("version", "sha256")),
         *(field(name, TEXTS, optional=True) for name in ("urls", "tags", "mirrors")),
-        field("capabilities", mapping(TEXT), "Capability to the name of a build.", optional=True),
+        field("capabilities", mapping_schema(TEXT), "Capability to the name of a build.", optional=True),
     ],
 )
 KNOWN_BACKEND = Shape(
@@ -349,7 +349,7 @@ class UseCasesView(base.BackendRoute):
     @describe(
         "backends_usecases",
         "List what backends are used for",
-        mapping(TEXTS),
+        mapping_schema(TEXTS),
         shown={"minilm": ["embeddings"]},
     )
     def get(self, request: Request) -> Response:

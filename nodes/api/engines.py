@@ -24,7 +24,7 @@ from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested_error
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Text, Whole, validate_body
-from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
+from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping_schema
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api import base, models
 from nodes.api.worker_routes import parse_id
@@ -60,7 +60,7 @@ MODEL_LOADED = Shape(
 MEMORY = Shape(
     "EngineMemory",
     "What an engine says of its memory.",
-    [field("total", BYTES), field("breakdown", mapping(BYTES))],
+    [field("total", BYTES), field("breakdown", mapping_schema(BYTES))],
 )
 _STATE = count(-1, maximum=2) | {"description": "-1 error, 0 not initialised, 1 busy, 2 ready."}
 ENGINE_STATUS = Shape(

@@ -24,7 +24,7 @@ DEFAULT_POINTS, MAX_POINTS = 400, 1500
 MAX_EVENTS = 100
 SCOPES = ("cluster", "node", "model")
 MAX_AGE = 366 * DAY
-_RETENTION_BY_STEP = {10: store.SAMPLES.kept, 60: store.HOURS.kept, 3600: store.DAYS.kept}
+_RETENTION_BY_STEP = {10: store.SAMPLES_TABLE.kept, 60: store.HOURS_TABLE.kept, 3600: store.DAYS_TABLE.kept}
 """Retention of stored values by their step in seconds."""
 _RETENTION_SLACK = 10 * MINUTE
 """Time for which figures stay stored after their retention."""
@@ -157,7 +157,7 @@ def _subjects(scope: str, name: str) -> tuple[str, UUID | None, list[str]]:
             f"{wrong}: a scope, and the name of a node or model unless it is cluster", field=wrong
         )
     if scope == "cluster":
-        return "", None, [series.CLUSTER_SUBJECT, series.ALL_MODELS]
+        return "", None, [series.CLUSTER_SUBJECT, series.ALL_MODELS_SUBJECT]
     if scope == "model":
         return name, None, [series.MODEL_PREFIX + name]
     node_id = parse_node_id(name)

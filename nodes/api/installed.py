@@ -10,7 +10,7 @@ from rest_framework.response import Response
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock
 from localai_cluster.web.openapi import describe, name_operations
-from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
+from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping_schema
 from nodes.api.base import NODE_ID, BackendRoute
 from nodes.api.catalogue import INVENTORY_MAX_AGE
 from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
@@ -161,7 +161,9 @@ class InstalledView(BackendRoute):
 class UpgradesView(BackendRoute):
     """`/api/backends/upgrades`."""
 
-    @describe("backends_upgrades", "List available upgrades", mapping(UPGRADE.ref), shown=_UPGRADE_EXAMPLE)
+    @describe(
+        "backends_upgrades", "List available upgrades", mapping_schema(UPGRADE.ref), shown=_UPGRADE_EXAMPLE
+    )
     def get(self, request: Request) -> Response:
         """By backend, what the galleries offered at the last check compared with what is installed now."""
         return Response(upgrades_by_backend())
@@ -170,7 +172,9 @@ class UpgradesView(BackendRoute):
 class UpgradeCheckView(BackendRoute):
     """`/api/backends/upgrades/check`."""
 
-    @describe("backends_upgrades_check", "Check for upgrades", mapping(UPGRADE.ref), shown=_UPGRADE_EXAMPLE)
+    @describe(
+        "backends_upgrades_check", "Check for upgrades", mapping_schema(UPGRADE.ref), shown=_UPGRADE_EXAMPLE
+    )
     def post(self, request: Request) -> Response:
         """Has a controller read the galleries again, and answers what was known before.
 

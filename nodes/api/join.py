@@ -228,7 +228,7 @@ class JoinAuthentication(BaseAuthentication):
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge that makes DRF respond 401, not 403."""
-        return authentication.CHALLENGE
+        return authentication.BEARER_CHALLENGE
 
 
 class MayJoin(BasePermission):

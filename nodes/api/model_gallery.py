@@ -30,7 +30,7 @@ from localai_cluster.web.shapes import (
     Shape,
     count,
     field,
-    mapping,
+    mapping_schema,
 )
 from nodes.api import base
 from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS, page_fields, repository_row
@@ -74,7 +74,7 @@ LISTED_MODEL = Shape(
         field("jobID", TEXT),
         field("isDeletion", FLAG),
         field("trustRemoteCode", FLAG),
-        field("additionalFiles", mapping(TEXT) | {"description": "Address by file name."}),
+        field("additionalFiles", mapping_schema(TEXT) | {"description": "Address by file name."}),
         field("backend", TEXT, "Empty if only the entry's own document names it, not the list."),
         field("voice_cloning", FLAG),
         field("has_variants", FLAG),
@@ -88,8 +88,8 @@ LISTED_MODELS = Shape(
         field("repositories", REPOSITORY.many),
         field("allTags", TEXTS),
         field("allBackends", TEXTS),
-        field("processingModels", mapping(UUID)),
-        field("taskTypes", mapping(TEXT)),
+        field("processingModels", mapping_schema(UUID)),
+        field("taskTypes", mapping_schema(TEXT)),
         field("availableModels", count()),
         field("installedModels", count()),
         field("currentPage", count(1)),
@@ -110,7 +110,7 @@ ESTIMATE = Shape(
     [
         field("sizeBytes", BYTES),
         field("sizeDisplay", TEXT),
-        field("estimates", mapping(MEMORY_AT_CONTEXT.ref), "By the tokens of context."),
+        field("estimates", mapping_schema(MEMORY_AT_CONTEXT.ref), "By the tokens of context."),
         field("modelMaxContext", count(), optional=True),
     ],
 )

@@ -12,7 +12,7 @@ from localai_cluster.kit import errors, names
 from localai_cluster.web.openapi import View, describe
 from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
-from localai_cluster.web.wire import MALFORMED
+from localai_cluster.web.wire import MALFORMED_MESSAGE
 from nodes.api.base import REVISION, NodeView, Schema, edit_arguments, require_node_id
 from nodes.models import NodeLabel, scheduling
 from nodes.registry import overrides
@@ -81,7 +81,7 @@ class LabelsView(NodeView):
 def parse_labels(request: Request) -> dict[str, str]:
     """Return the labels in the body. Raise InvalidInput with the key whose value is not a text."""
     if not isinstance(request.data, dict):
-        raise errors.InvalidInput(MALFORMED)
+        raise errors.InvalidInput(MALFORMED_MESSAGE)
     for key, value in request.data.items():
         if not isinstance(value, str):
             names.check_text(key, "labels: a key")

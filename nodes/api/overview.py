@@ -344,14 +344,14 @@ def _credential_problems(now: datetime) -> Iterator[Row]:
 
 
 def _traffic_row(now: datetime) -> Row:
-    columns = store.read([series.ALL_MODELS], figures.last_minute(now))[series.ALL_MODELS]
+    columns = store.read([series.ALL_MODELS_SUBJECT], figures.last_minute(now))[series.ALL_MODELS_SUBJECT]
     return figures.TRAFFIC.of(**figures.rate_fields(columns))
 
 
 def _first_steps(nodes: Sequence[_NodeColumns]) -> list[Row]:
     with connection.cursor() as cursor:
         parts = (f"EXISTS (SELECT FROM {table.name} WHERE subject = %(subject)s)" for table in store.TABLES)
-        cursor.execute(f"SELECT {' OR '.join(parts)}", {"subject": series.ALL_MODELS})
+        cursor.execute(f"SELECT {' OR '.join(parts)}", {"subject": series.ALL_MODELS_SUBJECT})
         (has_requests,) = cursor.fetchone()
     done = {"add_node": len(nodes) > 1, "load_model": ModelLoadInfo.objects.exists(), "chat": has_requests}
     return [STEP.of(id=name, done=is_done) for name, is_done in done.items()]

@@ -198,8 +198,8 @@ class _SelectorLabels(serializers.DictField):
 
     def to_internal_value(self, data: Any) -> dict[str, str]:
         labels: dict[str, str] = super().to_internal_value(data)
-        if len(labels) > scheduling.MAX_KEYS:
-            raise serializers.ValidationError(f"must have at most {scheduling.MAX_KEYS} keys")
+        if len(labels) > scheduling.MAX_SELECTOR_LABELS:
+            raise serializers.ValidationError(f"must have at most {scheduling.MAX_SELECTOR_LABELS} keys")
         try:
             for key, value in labels.items():
                 scheduling.check_label(key, value, self.field_name or "labels")

@@ -15,7 +15,7 @@ from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
 from localai_cluster.accounts import principals
-from localai_cluster.accounts.authentication import CHALLENGE, client_address, person_of, principal
+from localai_cluster.accounts.authentication import BEARER_CHALLENGE, client_address, person_of, principal
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.accounts.sessions import principal_of_socket
 from localai_cluster.kit import clock, errors
@@ -71,7 +71,7 @@ class WorkerAuthentication(BaseAuthentication):
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge that makes DRF respond 401, not 403."""
-        return CHALLENGE
+        return BEARER_CHALLENGE
 
 
 NO_CREDENTIAL = "missing or invalid Authorization header"
@@ -178,7 +178,7 @@ async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> erro
     if await _is_from_user(scope):
         return errors.Forbidden(WORKERS_ONLY)
     if isinstance(refusal, identity.WrongCredential):
-        return await throttle.token_failures().noted(refusal, client_of(scope))
+        return await throttle.token_failures().note_in_thread(refusal, client_of(scope))
     return refusal
 
 

@@ -145,7 +145,10 @@ ENTRY = shapes.Shape(
         shapes.field("isAlias", shapes.FLAG, "A build that such an entry may choose."),
         shapes.field("isDevelopment", shapes.FLAG),
         shapes.field(
-            "capabilities", shapes.mapping(shapes.TEXT), "Capability to the name of a build.", nullable=True
+            "capabilities",
+            shapes.mapping_schema(shapes.TEXT),
+            "Capability to the name of a build.",
+            nullable=True,
         ),
         shapes.field("metaBackendFor", shapes.TEXT, "The entry that may choose this one."),
         shapes.field("variants", VARIANT.many, "By capability of healthy nodes; others run none."),

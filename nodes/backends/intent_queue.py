@@ -285,7 +285,7 @@ class IntentQueue:
             await in_thread(intents.delete_cancelled, {attempt: note}, now=clock.now())
             return
         log.info("%s (%s): start, fence %d", intent, intent.id, intent.fence)
-        with metrics.attempt(f"intent_{intent.row.op}") as measurement:
+        with metrics.count_attempt(f"intent_{intent.row.op}") as measurement:
             settlement = await self._attempt(intent)
             log.info("%s (%s): %s", intent, intent.id, settlement)
             # First: the settlement may open the next wave, which counts the nodes that serve these models.

@@ -24,7 +24,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from localai_cluster.kit import errors, untrusted
-from localai_cluster.web.sockets import FAILED, Ended, Scope
+from localai_cluster.web.sockets import FAILED_CODE, Scope, TopicEnded
 from nodes.models import BackendNode
 from nodes.registry import dial_targets
 from nodes.registry.dial_targets import Contact, HttpServer, NotReachable
@@ -257,7 +257,7 @@ async def output(scope: Scope) -> AsyncGenerator[str, None]:
             async for message in messages:
                 yield message
     except errors.ClusterError as error:
-        raise Ended(FAILED, error.message) from error
+        raise TopicEnded(FAILED_CODE, error.message) from error
 
 
 def _node_and_model(scope: Scope) -> tuple[UUID | None, str]:

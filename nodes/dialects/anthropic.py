@@ -20,10 +20,10 @@ from nodes.dialects.anthropic_input import (
     System,
     collect_images,
     convert_messages,
-    without_unknown,
+    drop_unknown_blocks,
 )
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
-from nodes.dialects.openai_common import MAX_STOPS, Fraction, PositiveInt, Text, TopK
+from nodes.dialects.openai_common import MAX_STOP_WORDS, Fraction, PositiveInt, Text, TopK
 from nodes.dialects.openai_messages import (
     MAX_TOOLS,
     Choice,
@@ -46,11 +46,12 @@ from nodes.gateway.generation import (
     total_usage,
 )
 
-_NAMES = {"response_format": "output_config"}
+_CLIENT_FIELD_NAMES = {"response_format": "output_config"}
+"""Names of Anthropic's fields, by the names of the equal fields in OpenAI's chat."""
 
 
 class ClientTool(msgspec.Struct, frozen=True):
-    """A tool of the client's own; `input_schema` is a JSON schema."""
+    """A tool that the client runs; `input_schema` is the JSON schema of its arguments."""
 
     name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
     input_schema: dict[str, Any]
@@ -68,7 +69,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """JSON of a schema."""
+    """The requested format of the answer: JSON that matches `schema`."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -131,7 +132,7 @@ class AnthropicErrorBody(ResponseBody, kw_only=True):
 
 
 class CountBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request to count tokens."""
+    """The body of a request that counts the tokens of a conversation."""
 
     model: Text
     messages: Messages
@@ -147,9 +148,9 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def conversation(self) -> Conversation:
-        """Return the conversation for the engine; raises InvalidInput with the name of the wrong field."""
+        """Return the conversation for the engine. Raise InvalidInput with the name of the wrong field."""
         tools, choice = list(_client_tools(self.tools or ())), self.tool_choice
-        tools_json, choice_json = check_tools(tools, _choice(choice), "input_schema")
+        tools_json, choice_json = check_tools(tools, _convert_tool_choice(choice), "input_schema")
         is_single_call = choice is not None and choice.disable_parallel_tool_use
         return Conversation(
             messages=tuple(convert_messages(self.system, self.messages)),
@@ -161,11 +162,11 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MessagesBody(CountBody, kw_only=True, frozen=True):
-    """The body of a request. Other fields of Anthropic's are ignored, or refused by name."""
+    """The body of a request for a message. Other fields of Anthropic's API are ignored or refused by name."""
 
     max_tokens: PositiveInt
     stream: bool | None = None
-    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MAX_STOP_WORDS)] | None = None
     temperature: Fraction | None = None
     top_p: Fraction | None = None
     top_k: TopK | None = None
@@ -179,9 +180,9 @@ UNSUPPORTED_FIELDS = {
 
 
 def parse_request(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a request for a message; raise InvalidInput for the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
-    body = wire.parse_struct(without_unknown(fields), MessagesBody)
+    body = wire.parse_struct(drop_unknown_blocks(fields), MessagesBody)
     return Generation(
         model=body.model,
         prompts=(body.conversation,),
@@ -191,10 +192,10 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
             top_p=body.top_p,
             top_k=openai_common.to_top_k(body.top_k),
             stop=tuple(body.stop_sequences or ()),
-            grammar=_schema(body.output_config),
+            grammar=_output_schema_json(body.output_config),
         ),
         stream=bool(body.stream),
-        names=_NAMES,
+        client_field_names=_CLIENT_FIELD_NAMES,
     )
 
 
@@ -206,7 +207,7 @@ def _client_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Tool]:
             yield Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
-def _choice(choice: ToolChoice | None) -> Choice | None:
+def _convert_tool_choice(choice: ToolChoice | None) -> Choice | None:
     if choice is None:
         return None
     if choice.type == "tool":
@@ -216,15 +217,16 @@ def _choice(choice: ToolChoice | None) -> Choice | None:
     return "required" if choice.type == "any" else choice.type
 
 
-def _schema(config: OutputConfig | None) -> str:
+def _output_schema_json(config: OutputConfig | None) -> str:
     if config is None or config.format is None:
         return ""
-    schemas.check([(config.format.schema, "output_config.format.schema")])
+    schemas.check_schemas([(config.format.schema, "output_config.format.schema")])
     return encode_json(config.format.schema)
 
 
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-_TYPES = {
+_STOP_REASON_BY_FINISH = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""Anthropic's stop reasons by the finish reason of a choice; the default is `end_turn`."""
+_ERROR_TYPE_BY_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -237,27 +239,27 @@ _TYPES = {
 """Error types by HTTP status; every other status is an `api_error`."""
 
 
-def _error(error: ClusterError) -> AnthropicErrorBody:
+def _error_envelope(error: ClusterError) -> AnthropicErrorBody:
     """Return the error envelope. The envelope has no field name, so the message contains it."""
-    kind = _TYPES.get(error.status, "api_error")
+    kind = _ERROR_TYPE_BY_STATUS.get(error.status, "api_error")
     return AnthropicErrorBody(error=ErrorDetail(kind, wire.message_with_field(error)))
 
 
 def render_error(error: ClusterError) -> Answer:
     """Return the error response in Anthropic's envelope."""
-    return wire.json_answer(_error(error), error.status, wire.error_headers(error))
+    return wire.json_answer(_error_envelope(error), error.status, wire.error_headers(error))
 
 
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """Return the response body."""
+    """Return the body of a complete response."""
     content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
     last = next((delta for delta in deltas if delta.finish), TextDelta(0, finish="stop"))
-    message = _message(head, total_usage(deltas, 1)) | {"content": content} | _end(last)
+    message = _empty_message(head, total_usage(deltas, 1)) | {"content": content} | _render_end(last)
     return msgspec.json.encode(MessageResponse(**message))
 
 
-def _message(head: Head, usage: Usage) -> dict[str, Any]:
-    """Return the fields of a message that has no content yet."""
+def _empty_message(head: Head, usage: Usage) -> dict[str, Any]:
+    """Return the fields of a message without content, with which a stream begins."""
     return {
         "id": f"msg_{head.id}",
         "type": "message",
@@ -270,9 +272,9 @@ def _message(head: Head, usage: Usage) -> dict[str, Any]:
     }
 
 
-def _end(last: TextDelta) -> dict[str, Any]:
-    """Return the reason why the response ended, and the stop sequence."""
-    reason = "stop_sequence" if last.stop_word else _REASONS.get(last.finish, "end_turn")
+def _render_end(last: TextDelta) -> dict[str, Any]:
+    """Return the fields `stop_reason` and `stop_sequence` of a complete message."""
+    reason = "stop_sequence" if last.stop_word else _STOP_REASON_BY_FINISH.get(last.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": last.stop_word or None}
 
 
@@ -286,16 +288,22 @@ def _render_usage(usage: Usage) -> MessageUsage:
     )
 
 
-_FIELDS = {BlockKind.THOUGHT: "thinking", BlockKind.TEXT: "text", BlockKind.CALL: "partial_json"}
-_DELTAS = {
+_CONTENT_FIELD_BY_KIND = {
+    BlockKind.THOUGHT: "thinking",
+    BlockKind.TEXT: "text",
+    BlockKind.CALL: "partial_json",
+}
+"""Field of a stream event that holds the added text, by the kind of block."""
+_DELTA_TYPE_BY_KIND = {
     BlockKind.THOUGHT: "thinking_delta",
     BlockKind.TEXT: "text_delta",
     BlockKind.CALL: "input_json_delta",
 }
+"""Type of the stream event's delta, by the kind of block."""
 
 
 def _render_block(head: Head, block: Block, content: str) -> OutputBlock:
-    """Return the block with this content; with "" the empty block of its first event."""
+    """Return a block of a message with `content`. A stream sends the block with "" first."""
     if block.kind is BlockKind.THOUGHT:
         return ThinkingContent(content)
     if block.kind is BlockKind.TEXT:
@@ -310,7 +318,7 @@ def _render_event(kind: str, **content: Any) -> bytes:
 
 
 class MessageEvents:
-    """The stream of one response."""
+    """Renders one streamed message as Anthropic's server-sent events."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -318,19 +326,19 @@ class MessageEvents:
         self._has_started = False
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded events for these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
     def _render_delta(self, delta: TextDelta) -> list[bytes]:
         events = []
         if not self._has_started:
             self._has_started = True
-            message = _message(self._head, Usage(prompt=delta.prompt_tokens))
+            message = _empty_message(self._head, Usage(prompt=delta.prompt_tokens))
             events.append(_render_event("message_start", message=message))
         events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
             usage = _render_usage(total_usage([delta], 1))
-            events.append(_render_event("message_delta", delta=_end(delta), usage=usage))
+            events.append(_render_event("message_delta", delta=_render_end(delta), usage=usage))
         return events
 
     def _render_step(self, step: BlockStep) -> bytes:
@@ -341,12 +349,12 @@ class MessageEvents:
             )
         if step.change is BlockChange.CLOSED:
             return _render_event("content_block_stop", index=index)
-        delta = {"type": _DELTAS[kind], _FIELDS[kind]: step.text}
+        delta = {"type": _DELTA_TYPE_BY_KIND[kind], _CONTENT_FIELD_BY_KIND[kind]: step.text}
         return _render_event("content_block_delta", index=index, delta=delta)
 
     def render_failure(self, error: ClusterError, /) -> bytes:
-        """Return the event that ends a failed response."""
-        return b"event: error\ndata: " + wire.encode(_error(error)) + b"\n\n"
+        """Return the event that ends a stream after an error."""
+        return b"event: error\ndata: " + wire.encode(_error_envelope(error)) + b"\n\n"
 
 
 DIALECT = Dialect(

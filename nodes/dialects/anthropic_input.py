@@ -26,13 +26,13 @@ from nodes.gateway.generation import (
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", frozen=True):
-    """Text."""
+    """A block of text."""
 
     text: str
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """An inline image. The cluster fetches nothing and keeps no files: other types are refused."""
+    """An image inside the request, in base64. The cluster fetches nothing, so it refuses other types."""
 
     type: Literal["base64", "url", "file"]
     data: str | None = None
@@ -40,13 +40,13 @@ class ImageSource(msgspec.Struct, frozen=True):
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image", frozen=True):
-    """An image."""
+    """A block with an image."""
 
     source: ImageSource
 
 
 class DocumentSource(msgspec.Struct, frozen=True):
-    """An inline document: plain text, or blocks of text. No engine here reads other kinds."""
+    """A document inside the request: plain text, or blocks of text. Other kinds are refused."""
 
     type: Literal["text", "content", "base64", "url", "file"]
     data: str | None = None
@@ -54,7 +54,7 @@ class DocumentSource(msgspec.Struct, frozen=True):
 
 
 class DocumentBlock(msgspec.Struct, tag_field="type", tag="document", frozen=True):
-    """A document, which becomes text."""
+    """A block with a document, which engines get as text."""
 
     source: DocumentSource
     title: str | None = None
@@ -62,7 +62,7 @@ class DocumentBlock(msgspec.Struct, tag_field="type", tag="document", frozen=Tru
 
     @property
     def text(self) -> str:
-        """The document with its title and context."""
+        """The text of the document, preceded by its title and context."""
         source = self.source
         if source.content is None or isinstance(source.content, str):
             body = source.content or source.data or ""
@@ -72,17 +72,17 @@ class DocumentBlock(msgspec.Struct, tag_field="type", tag="document", frozen=Tru
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", frozen=True):
-    """The model's reasoning."""
+    """A block with the model's reasoning in an earlier answer."""
 
     thinking: str
 
 
 class HiddenThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", frozen=True):
-    """The model's encrypted reasoning: ignored."""
+    """A block with the model's encrypted reasoning, which is ignored."""
 
 
 class CallBlock(msgspec.Struct, tag_field="type", tag="tool_use", frozen=True):
-    """One call of a tool, as an earlier answer asked for it."""
+    """A block with a tool call that the model requested in an earlier answer."""
 
     id: Text
     name: Text
@@ -90,7 +90,7 @@ class CallBlock(msgspec.Struct, tag_field="type", tag="tool_use", frozen=True):
 
 
 class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=True):
-    """The result of a tool call."""
+    """A block with the result of a tool call."""
 
     tool_use_id: Text
     content: (
@@ -99,7 +99,7 @@ class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=Tr
         | None
     ) = None
     is_error: bool | None = None
-    """Ignored: no template knows it."""
+    """True if the tool failed. The value is ignored, because no chat template uses it."""
 
 
 InputBlock = (
@@ -108,7 +108,7 @@ InputBlock = (
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One message."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[InputBlock], msgspec.Meta(max_length=MAX_PARTS)]
@@ -117,27 +117,27 @@ class Turn(msgspec.Struct, frozen=True):
 _BLOCK_TYPES = frozenset(block.__struct_config__.tag for block in get_args(InputBlock))
 
 
-def without_unknown(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def drop_unknown_blocks(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a request without blocks that only Anthropic's servers can read.
 
-    Such blocks are calls of their tools, for example `server_tool_use`, and the results.
+    Such blocks are calls of tools that Anthropic runs, for example `server_tool_use`, and their results.
     """
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return fields
-    return {**fields, "messages": [_drop_unknown_blocks(message) for message in messages]}
+    return {**fields, "messages": [_without_unknown_blocks(message) for message in messages]}
 
 
-def _drop_unknown_blocks(message: Any) -> Any:
+def _without_unknown_blocks(message: Any) -> Any:
     if not (isinstance(message, dict) and message.get("role") == "assistant"):
         return message
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": [block for block in content if not _is_unknown(block)]}
+    return {**message, "content": [block for block in content if not _is_unknown_block(block)]}
 
 
-def _is_unknown(block: Any) -> bool:
+def _is_unknown_block(block: Any) -> bool:
     kind = block.get("type") if isinstance(block, dict) else None
     return isinstance(kind, str) and kind not in _BLOCK_TYPES
 
@@ -147,7 +147,10 @@ System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form; raise InvalidInput for a block of another role."""
+    """Yield the messages in the form that engines expect.
+
+    Raise InvalidInput for a block that messages of its role cannot have.
+    """
     if system:
         yield ConversationMessage("system", system if isinstance(system, str) else _join_texts(system))
     for number, message in enumerate(messages):
@@ -213,12 +216,15 @@ def _join_texts(blocks: Sequence[InputBlock]) -> str:
 
 
 def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
-    """Return the base64 data of all images, also in tool results; raise InvalidInput for a broken image."""
+    """Return the base64 data of all images in messages and tool results.
+
+    Raise InvalidInput for an image that is not valid base64.
+    """
     return tuple(
         _image_data(image.source, field_path)
         for number, message in enumerate(messages)
         if isinstance(message.content, list)
-        for image, field_path in _images(message.content, f"messages[{number}].content")
+        for image, field_path in _image_blocks(message.content, f"messages[{number}].content")
     )
 
 
@@ -229,9 +235,9 @@ def _image_data(source: ImageSource, field_path: str) -> str:
     return openai_messages.check_base64(source.data or "", field_path)
 
 
-def _images(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
+def _image_blocks(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
     for index, block in enumerate(blocks):
         if isinstance(block, ImageBlock):
             yield block, f"{field_path}[{index}]"
         elif isinstance(block, ResultBlock) and isinstance(block.content, list):
-            yield from _images(block.content, f"{field_path}[{index}].content")
+            yield from _image_blocks(block.content, f"{field_path}[{index}].content")

@@ -33,7 +33,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.bodies import Upload
 from localai_cluster.web.wire import Answer, Header, ResponseBody
 from nodes.dialects import openai_common
-from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
+from nodes.dialects.openai_common import DONE_EVENT, Chunks, Text, render_event
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
 from nodes.gateway.generation import StreamFormat, TextDelta
@@ -41,8 +41,8 @@ from nodes.gateway.request import InferenceRequest, node_header
 from nodes.gateway.streams import ByteStream, EventStream, FileAnswer
 from nodes.gateway.worker_files import open_files
 
-_SECOND = 1_000_000_000
-_JSON_TYPE, _TEXT_TYPE = b"application/json", b"text/plain; charset=utf-8"
+_NANOSECONDS_PER_SECOND = 1_000_000_000
+_JSON_CONTENT_TYPE, _TEXT_CONTENT_TYPE = b"application/json", b"text/plain; charset=utf-8"
 
 
 class TranscriptResponse(ResponseBody, kw_only=True):
@@ -61,31 +61,34 @@ def render_transcript(
 ) -> tuple[bytes, bytes]:
     """Return the body and its content type. `words` and `segments` select the lists in `verbose_json`."""
     if form == "verbose_json":
-        return msgspec.json.encode(_render_verbose(result, words, segments)), _JSON_TYPE
+        return msgspec.json.encode(_render_verbose(result, words, segments)), _JSON_CONTENT_TYPE
     if form == "text":
-        return transcript_text(result).encode() + b"\n", _TEXT_TYPE
+        return transcript_text(result).encode() + b"\n", _TEXT_CONTENT_TYPE
     if form == "srt":
         return "".join(_render_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
     if form == "vtt":
         return ("WEBVTT\n\n" + "".join(_render_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
-    return msgspec.json.encode(TranscriptResponse(text=transcript_text(result))), _JSON_TYPE
+    return msgspec.json.encode(TranscriptResponse(text=transcript_text(result))), _JSON_CONTENT_TYPE
 
 
 def transcript_text(result: TranscriptResult) -> str:
-    """Return the complete text; for engines that report only segments, the joined segments."""
+    """Return the complete text of a transcript.
+
+    Some engines report only segments; then the texts of the segments are joined.
+    """
     return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
 
 
 def _render_verbose(result: TranscriptResult, words: bool, segments: bool) -> TranscriptResponse:
     word_list = [
-        {"word": word.text, "start": _seconds(word.start), "end": _seconds(word.end)}
+        {"word": word.text, "start": _to_seconds(word.start), "end": _to_seconds(word.end)}
         for part in result.segments
         for word in part.words
     ]
     return TranscriptResponse(
         task="transcribe",
         language=result.language,
-        duration=result.duration or _seconds(max((part.end for part in result.segments), default=0)),
+        duration=result.duration or _to_seconds(max((part.end for part in result.segments), default=0)),
         text=transcript_text(result),
         words=word_list if words else UNSET,
         segments=[_render_segment(part) for part in result.segments] if segments else UNSET,
@@ -95,16 +98,16 @@ def _render_verbose(result: TranscriptResult, words: bool, segments: bool) -> Tr
 def _render_segment(part: TranscriptSegment) -> dict[str, Any]:
     document = {
         "id": part.id,
-        "start": _seconds(part.start),
-        "end": _seconds(part.end),
+        "start": _to_seconds(part.start),
+        "end": _to_seconds(part.end),
         "text": part.text,
         "tokens": list(part.tokens),
     }
     return document | ({"speaker": part.speaker} if part.speaker else {})
 
 
-def _seconds(nanoseconds: int) -> float:
-    return nanoseconds / _SECOND
+def _to_seconds(nanoseconds: int) -> float:
+    return nanoseconds / _NANOSECONDS_PER_SECOND
 
 
 def _render_subtitles(result: TranscriptResult, point: str, *, numbered: bool) -> Iterable[str]:
@@ -123,7 +126,7 @@ def _format_clock(nanoseconds: int, point: str) -> str:
 
 
 class _TranscriptChunks(Chunks):
-    """The stream of one transcript.
+    """Renders one streamed transcript as server-sent events.
 
     The last delta has the engine's complete text, if any, in `reasoning`.
     """
@@ -145,18 +148,20 @@ class _TranscriptChunks(Chunks):
 
 MAX_BODY_BYTES = 100 * 1024 * 1024
 """Limit on the bytes of a form with an audio file."""
-MAX_PROMPT = 16 * 1024
+MAX_PROMPT_LENGTH = 16 * 1024
+"""Maximum number of characters of a transcription's prompt."""
 REPEATABLE_FIELD = "timestamp_granularities"
-"""The form field that may be repeated; clients append `[]` to its name."""
-_FILE_SUFFIX = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
+"""Name of the form field that may occur several times. Clients append `[]` to the name."""
+_FILE_SUFFIX_PATTERN = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
+"""Accepted suffix of an uploaded file's name, without its dot."""
 
 
 class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The fields of the form beside its file."""
+    """The fields of a transcription form, without its file."""
 
     model: Text
     language: Annotated[str, msgspec.Meta(max_length=32)] | None = None
-    prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT)] | None = None
+    prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_LENGTH)] | None = None
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     timestamp_granularities: Annotated[
@@ -166,8 +171,8 @@ class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 async def transcribe(request: InferenceRequest) -> Answer | EventStream:
-    """Transcribe the file of one request."""
-    upload, body = _read(request)
+    """Respond with the transcript of the audio file in the form."""
+    upload, body = _parse_form(request)
     definition = await find_definition(body.model)
     request.model = definition.name
     call_options = TranscriptRequest(
@@ -181,7 +186,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     if body.stream:
         return EventStream(
             request,
-            StreamFormat(_TranscriptChunks(), DONE),
+            StreamFormat(_TranscriptChunks(), DONE_EVENT),
             _stream_transcript(request, upload, call_options),
         )
     result = await _transcribe(request, upload, call_options)
@@ -192,7 +197,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     return Answer(content, headers=tuple(node_header(request)), kind=kind)
 
 
-def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
+def _parse_form(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
     fields = request.form.fields
     values_by_name: dict[str, object] = {name: values[-1] for name, values in fields.items()}
     values_by_name[REPEATABLE_FIELD] = fields.get(REPEATABLE_FIELD + "[]") or fields.get(REPEATABLE_FIELD)
@@ -210,12 +215,12 @@ def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
 
 
 @asynccontextmanager
-async def _stored_call(
+async def _call_with_stored_audio(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncIterator[TranscriptRequest]:
-    """Yield the call while the audio file is on the worker of the picked replica."""
+    """Store the audio file on the worker of the picked replica. Yield the call with the file's path."""
     # The client's file name is untrusted; only its extension is useful to an engine.
-    ending = _FILE_SUFFIX.search(upload.name.rpartition(".")[2])
+    ending = _FILE_SUFFIX_PATTERN.search(upload.name.rpartition(".")[2])
     name = f"audio.{ending[0].lower()}" if ending else "audio"
     async with open_files(request) as files:
         call = TranscriptRequest()
@@ -229,17 +234,17 @@ async def _transcribe(
 ) -> TranscriptResult:
     attempts = gateway.attempts(request)
     while True:
-        async with attempts as engine, _stored_call(request, upload, call_options) as call:
+        async with attempts as engine, _call_with_stored_audio(request, upload, call_options) as call:
             return await engine.transcribe(call, request.deadline - clock.monotonic())
 
 
 async def _stream_transcript(
     request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield pieces as they arrive, then the complete text if the engine reports one, otherwise ""."""
+    """Yield the transcript in pieces, then one delta with the engine's complete text, "" without one."""
     attempts = gateway.attempts(request)
     while True:
-        async with attempts as engine, _stored_call(request, upload, call_options) as call:
+        async with attempts as engine, _call_with_stored_audio(request, upload, call_options) as call:
             transcript, first = "", request.deadline - clock.monotonic()
             replies = engine.transcribe_stream(call).within(first, conf.cluster().stream_stall)
             try:
@@ -265,15 +270,15 @@ CONTENT_TYPES = {
     "aac": b"audio/aac",
     "pcm": b"audio/pcm",
 }
-"""Content types by the name of the format in requests."""
+"""Content types of audio by the format names that requests use."""
 UNKNOWN_CONTENT_TYPE = b"application/octet-stream"
-DEFAULT_RATE = 16000
+DEFAULT_SAMPLE_RATE = 16000
 """Sample rate in Hz of a stream whose engine reports none."""
-_UNKNOWN_LENGTH = 0xFFFFFFFF
+_UNKNOWN_WAV_LENGTH = 0xFFFFFFFF
 
 
-def format_of(head: bytes) -> str:
-    """Return the format of a file by its first bytes; "" for a format that is not in `CONTENT_TYPES`."""
+def detect_format(head: bytes) -> str:
+    """Return the format of a file that begins with these bytes; "" for an unknown format."""
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         return "wav"
     if head[:4] in (b"OggS", b"fLaC"):
@@ -289,13 +294,13 @@ def format_of(head: bytes) -> str:
     return ""
 
 
-def wav_head(rate: int) -> bytes:
+def wav_header(rate: int) -> bytes:
     """Return the header of a mono 16-bit WAV of unknown length; `rate` is in Hz."""
     return struct.pack(
         "<4sI4s4sIHHIIHH4sI",
         *(
             b"RIFF",
-            _UNKNOWN_LENGTH,
+            _UNKNOWN_WAV_LENGTH,
             b"WAVE",
             b"fmt ",
             16,
@@ -306,7 +311,7 @@ def wav_head(rate: int) -> bytes:
             2,
             16,
             b"data",
-            _UNKNOWN_LENGTH,
+            _UNKNOWN_WAV_LENGTH,
         ),
     )
 
@@ -314,33 +319,37 @@ def wav_head(rate: int) -> bytes:
 MAX_INPUT_LENGTH = 64 * 1024
 """Limit on the input in characters."""
 UNSUPPORTED_FIELDS = {"stream_format": "`stream` sends sound as it is made"}
-_HEAD_BYTES = 16
+_FORMAT_HEAD_BYTES = 16
+"""Number of bytes from which the format of an audio file is detected."""
 _VALID_SAMPLE_RATES = range(1000, 400_000)
-_Phrase = Annotated[str, msgspec.Meta(max_length=4096)]
+_ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request. `language`, `stream` and `backend` are LocalAI's; `backend` is ignored."""
+    """The body of a speech request.
+
+    `language`, `stream` and `backend` are fields of LocalAI's API; `backend` is ignored.
+    """
 
     model: Text
     input: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_INPUT_LENGTH)]
     voice: Annotated[
-        _Phrase | None, msgspec.Meta(description="A name that the model knows; no path out of its folder.")
+        _ShortText | None, msgspec.Meta(description="A name that the model knows; no path out of its folder.")
     ] = None
     response_format: Annotated[
         Literal["wav", "mp3", "opus", "aac", "flac", "pcm"] | None,
         msgspec.Meta(description="Absent: the format of the model's engine. Streams are `wav` or `pcm`."),
     ] = None
     speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] | None = None
-    instructions: _Phrase | None = None
-    language: _Phrase | None = None
+    instructions: _ShortText | None = None
+    language: _ShortText | None = None
     stream: bool | None = None
 
 
 SpeechAnswer = FileAnswer | ByteStream
 
 
-def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[SpeechAnswer]]:
+def speech_handler(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[SpeechAnswer]]:
     """Return the handler of a speech route; `has_node_header` adds the node header (§6.3)."""
 
     async def answer(request: InferenceRequest) -> SpeechAnswer:
@@ -359,7 +368,7 @@ def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spee
                 lambda: [(b"content-type", kind), *headers()],
             )
         file = await _synthesize(request, call)
-        format_name = format_of(file.read(_HEAD_BYTES))
+        format_name = detect_format(file.read(_FORMAT_HEAD_BYTES))
         if body.response_format not in (None, format_name):
             file.close()
             actual_format = format_name or "another format"
@@ -372,7 +381,7 @@ def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spee
 
 
 def parse_request(fields: Mapping[str, Any]) -> SpeechBody:
-    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a speech request. Raise InvalidInput with the name of the first wrong field."""
     if fields.get("stream_format") != "audio":
         openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(fields, SpeechBody)
@@ -419,22 +428,22 @@ async def _stream_speech(
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine:
-            first, rate = request.deadline - clock.monotonic(), DEFAULT_RATE
+            first, rate = request.deadline - clock.monotonic(), DEFAULT_SAMPLE_RATE
             replies = engine.speak_stream(call).within(first, conf.cluster().stream_stall)
             async with aclosing(replies):
                 async for reply in replies:
                     rate = _sample_rate(reply) or rate
                     if reply.audio:
-                        header = wav_head(rate) if has_header and not request.begun else b""
-                        request.begun = True
+                        header = wav_header(rate) if has_header and not request.has_begun else b""
+                        request.has_begun = True
                         yield header + reply.audio
-            if not request.begun:
+            if not request.has_begun:
                 raise BackendFailed("the engine made no sound")
             return
 
 
 def _sample_rate(reply: Reply) -> int:
-    """Return the sample rate in Hz that the reply reports; 0 if it reports none."""
+    """Return the sample rate in Hz that the engine's reply reports, 0 without a valid rate."""
     try:
         metadata = orjson.loads(reply.message)
     except orjson.JSONDecodeError:

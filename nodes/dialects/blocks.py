@@ -17,7 +17,7 @@ from nodes.gateway.generation import NO_ARGUMENTS, TextDelta, ToolPiece
 
 
 class BlockKind(Enum):
-    """The kinds of blocks."""
+    """Kind of a block: a thought, text, or a tool call."""
 
     THOUGHT = "thought"
     TEXT = "text"
@@ -26,23 +26,23 @@ class BlockKind(Enum):
 
 @dataclass(slots=True)
 class Block:
-    """One block with the pieces received so far; `number` is its index in the response."""
+    """One block of a response with the pieces received until now; `number` is its index in the response."""
 
     number: int
     kind: BlockKind
     call: ToolPiece
-    """The first piece of a tool call; the index of the piece is -1 in other blocks."""
+    """The first piece of the tool call. In a block of another kind its index is -1."""
     parts: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def content(self) -> str:
-        """The text, or the arguments of a call, received so far."""
+        """The text of the block, or the arguments of its call, received until now."""
         return "".join(self.parts)
 
 
 class BlockChange(Enum):
-    """The changes of a block."""
+    """Kind of a change of a block."""
 
     OPENED = "opened"
     ADDED = "added"
@@ -51,7 +51,7 @@ class BlockChange(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockStep:
-    """One change of a block; `text` is the added text."""
+    """One change of one block; `text` is the text that the change adds."""
 
     change: BlockChange
     block: Block
@@ -68,7 +68,7 @@ class _Piece:
 
     @property
     def key(self) -> tuple[BlockKind, int]:
-        """Key of the block of the piece: pieces with equal keys belong to one block."""
+        """Key of the block to which the piece belongs; the pieces of a block have equal keys."""
         return (self.kind, self.call.index)
 
 
@@ -84,8 +84,8 @@ class Blocks:
         self._held: dict[tuple[BlockKind, int], list[_Piece]] = {}
 
     def steps(self, delta: TextDelta) -> Iterator[BlockStep]:
-        """Yield the steps that the delta causes, in order. The last delta closes every block."""
-        for piece in _pieces(delta):
+        """Yield the changes of blocks that the delta causes, in order. A final delta closes every block."""
+        for piece in _split_delta(delta):
             if self._open and self._open[0] is BlockKind.CALL and piece.key != self._open:
                 self._held.setdefault(piece.key, []).append(piece)
             else:
@@ -119,7 +119,7 @@ class Blocks:
             yield BlockStep(BlockChange.CLOSED, block)
 
 
-def _pieces(delta: TextDelta) -> Iterator[_Piece]:
+def _split_delta(delta: TextDelta) -> Iterator[_Piece]:
     if delta.reasoning:
         yield _Piece(BlockKind.THOUGHT, delta.reasoning, _NO_CALL)
     if delta.text or delta.logprobs:
@@ -138,9 +138,9 @@ def collect_blocks(deltas: Iterable[TextDelta]) -> list[Block]:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object.
+    """Return the arguments of a tool call as an object.
 
-    For truncated JSON, return the members that are complete.
+    If the JSON is truncated, the result has the members that are complete.
     """
     for candidate in (text, _close_truncated_json(text)):
         try:
@@ -152,13 +152,13 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 _INCOMPLETE_END = re.compile(r'(?:,\s*)?(?:"(?:[^"\\]|\\.)*"\s*(?::\s*[-+.\w]*)?|[-+.\w]+)?\s*$')
-"""The end of truncated JSON that cannot be kept: a comma, a key without a value, or a part of a value."""
+"""Pattern of the incomplete end of truncated JSON: a comma, a key without a value, or part of a value."""
 _MAX_END_LENGTH = 2000
-"""Number of characters at the end of the text that are searched for `_INCOMPLETE_END`."""
+"""Number of characters at the end of truncated JSON in which `_INCOMPLETE_END` is searched."""
 
 
 def _close_truncated_json(text: str) -> str:
-    """Return truncated JSON with its brackets closed, without an incomplete last member."""
+    """Return truncated JSON without its incomplete last member and with closed brackets."""
     closing: list[str] = []
     is_text = is_escaped = False
     for character in text:

@@ -1,4 +1,4 @@
-"""`POST /v1/images/generations`: images of a prompt, embedded in the response."""
+"""`POST /v1/images/generations`: generates images for a prompt; the response contains them in base64."""
 
 import asyncio
 import base64
@@ -25,10 +25,10 @@ MAX_IMAGES = 8
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Limit on the bytes of all images of a request, before base64."""
 MAX_PROMPT_LENGTH = 32 * 1024
-DEFAULT_SIZE, SMALLEST, LARGEST = 512, 16, 4096
-"""Default, minimum and maximum of each side in pixels."""
+DEFAULT_SIDE, MIN_SIDE, MAX_SIDE = 512, 16, 4096
+"""Default, minimum and maximum length of each side of an image in pixels."""
 DEFAULT_STEPS = 15
-"""The reference's default number of steps."""
+"""Default number of diffusion steps, as in LocalAI."""
 _MAX_SEED = 2**31 - 1
 UNSUPPORTED_FIELDS = {
     "file": "images to begin from are not accepted",
@@ -39,12 +39,15 @@ UNSUPPORTED_FIELDS = {
     "partial_images": "images are not sent in parts",
 }
 
-_Prompt = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_LENGTH)]
-_Steps = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+_PromptText = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_LENGTH)]
+_StepCount = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 
 
 class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request; `step`, `negative_prompt`, `seed` and `clip_skip` are LocalAI's."""
+    """The body of a request for images.
+
+    `step`, `negative_prompt`, `seed` and `clip_skip` are fields of LocalAI's API.
+    """
 
     model: Text
     prompt: Annotated[
@@ -55,30 +58,30 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
             description="What stands behind `|` is what shall not be seen.",
         ),
     ]
-    negative_prompt: _Prompt | None = None
+    negative_prompt: _PromptText | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)] | None = None
     size: Annotated[
         Annotated[str, msgspec.Meta(pattern="^([0-9]{2,4}x[0-9]{2,4}|auto)$")] | None,
-        msgspec.Meta(description=f"Width and height, {SMALLEST} to {LARGEST} pixels each."),
+        msgspec.Meta(description=f"Width and height, {MIN_SIDE} to {MAX_SIDE} pixels each."),
     ] = None
     response_format: Annotated[
         Literal["b64_json"] | None,
         msgspec.Meta(description="Images are inside the answer; the cluster keeps none to link to."),
     ] = None
     output_format: Literal["png"] | None = None
-    step: _Steps | None = None
-    steps: _Steps | None = None
+    step: _StepCount | None = None
+    steps: _StepCount | None = None
     seed: int | None = None
     clip_skip: Annotated[int, msgspec.Meta(ge=0, le=100)] | None = None
 
     @property
     def pixels(self) -> tuple[int, int]:
-        """Width and height in pixels; raises InvalidInput."""
+        """Width and height in pixels. Raise InvalidInput if a side is too short or too long."""
         if self.size in (None, "auto"):
-            return DEFAULT_SIZE, DEFAULT_SIZE
+            return DEFAULT_SIDE, DEFAULT_SIDE
         width, height = (int(side) for side in str(self.size).split("x"))
-        if not (SMALLEST <= width <= LARGEST and SMALLEST <= height <= LARGEST):
-            raise InvalidInput(f"size: each side has {SMALLEST} to {LARGEST} pixels", field="size")
+        if not (MIN_SIDE <= width <= MAX_SIDE and MIN_SIDE <= height <= MAX_SIDE):
+            raise InvalidInput(f"size: each side has {MIN_SIDE} to {MAX_SIDE} pixels", field="size")
         return width, height
 
 
@@ -93,11 +96,11 @@ class ImagesResponse(ResponseBody):
 
 
 async def generate(request: InferenceRequest) -> Answer:
-    """Generate the images of one request."""
+    """Respond with the images for one prompt."""
     body = parse_request(wire.parse_json_object(request.body))
     definition = await find_definition(body.model)
     request.model = definition.name
-    calls = _calls(body, definition.model, definition.generation.defaults)
+    calls = _engine_calls(body, definition.model, definition.generation.defaults)
     images = await _draw_images(request, calls)
     content = await asyncio.to_thread(
         render_response, request.request_id, int(clock.now().timestamp()), images
@@ -106,7 +109,7 @@ async def generate(request: InferenceRequest) -> Answer:
 
 
 def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
-    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a request for images. Raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     if fields.get("response_format") == "url":
         raise InvalidInput(
@@ -117,8 +120,10 @@ def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
     return body
 
 
-def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) -> list[GenerateImageRequest]:
-    """Return one call for each image; their seeds are consecutive numbers."""
+def _engine_calls(
+    body: ImagesBody, model: str, defaults: Mapping[str, float | int]
+) -> list[GenerateImageRequest]:
+    """Return one call to the engine for each image. The seeds are consecutive numbers."""
     width, height = body.pixels
     positive, _, negative = body.prompt.partition("|")
     base_seed = defaults.get("seed") if body.seed is None else body.seed
@@ -160,6 +165,6 @@ async def _draw_images(request: InferenceRequest, calls: Sequence[GenerateImageR
 
 
 def render_response(identifier: str, created: int, images: Sequence[bytes]) -> bytes:
-    """Return the response body."""
+    """Return the body of a response with these images."""
     data = [ImageBody(b64_json=base64.b64encode(image).decode()) for image in images]
     return msgspec.json.encode(ImagesResponse(id=identifier, created=created, data=data))

@@ -1,4 +1,4 @@
-"""Conversion of an Ollama Modelfile, or of such fields in a request, to settings of a definition. Pure."""
+"""Conversion between Ollama's Modelfile, or equal fields of a request, and settings of a definition. Pure."""
 
 import math
 import re
@@ -14,7 +14,7 @@ MAX_LINES = 10_000
 
 
 class NotSupported(ClusterError):
-    """The cluster does not have this function."""
+    """The request has an instruction of a Modelfile that the cluster does not support."""
 
     message = "This function is not supported."
     status = 501
@@ -23,7 +23,7 @@ class NotSupported(ClusterError):
 
 @dataclass
 class Modelfile:
-    """A parsed Modelfile; `base` is the name of a model or of a file."""
+    """The instructions of a Modelfile; `base` is the name of a model or of a file."""
 
     base: str = ""
     parameters: dict[str, list[Any]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Modelfile:
     system: str = ""
 
     def add(self, instruction: str, value: str) -> None:
-        """Add one instruction; raise InvalidInput, or NotSupported for an adapter."""
+        """Add one instruction. Raise InvalidInput for an unknown instruction, NotSupported for an adapter."""
         match instruction.upper():
             case "FROM":
                 self.base = value
@@ -53,22 +53,22 @@ class Modelfile:
                 )
 
 
-_LINE = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
-_QUOTES = '"""'
+_INSTRUCTION_PATTERN = re.compile(r"\s*([A-Za-z]+)\s+(.*)", re.DOTALL)
+_TRIPLE_QUOTES = '"""'
 
 
 def parse_modelfile(text: str) -> Modelfile:
-    """Parse the lines of a Modelfile; raise InvalidInput."""
+    """Parse the text of a Modelfile; raise InvalidInput."""
     modelfile = Modelfile()
-    for instruction, value in _instructions(text):
+    for instruction, value in _split_instructions(text):
         modelfile.add(instruction, value)
     if not modelfile.base:
         raise InvalidInput("modelfile: has no FROM", field="modelfile")
     return modelfile
 
 
-def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield instructions with their values; a value in triple quotes may have several lines."""
+def _split_instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each instruction. A value in triple quotes may have several lines."""
     lines = text.splitlines()
     if len(lines) > MAX_LINES:
         raise InvalidInput(f"modelfile: has more than {MAX_LINES} lines", field="modelfile")
@@ -76,26 +76,26 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
     for line in remaining:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        match = _LINE.fullmatch(line)
+        match = _INSTRUCTION_PATTERN.fullmatch(line)
         if match is None:
             raise InvalidInput(
                 f"modelfile: {names.to_single_line(line[:64])!r} has no value", field="modelfile"
             )
         instruction, value = match[1], match[2].strip()
-        if value.startswith(_QUOTES):
-            parts = [value.removeprefix(_QUOTES)]
-            while _QUOTES not in parts[-1]:
+        if value.startswith(_TRIPLE_QUOTES):
+            parts = [value.removeprefix(_TRIPLE_QUOTES)]
+            while _TRIPLE_QUOTES not in parts[-1]:
                 following = next(remaining, None)
                 if following is None:
                     raise InvalidInput("modelfile: a text in triple quotes does not end", field="modelfile")
                 parts.append(following)
-            value = "\n".join(parts).rpartition(_QUOTES)[0]
+            value = "\n".join(parts).rpartition(_TRIPLE_QUOTES)[0]
         elif len(value) > 1 and value[0] == value[-1] == '"' and instruction.upper() != "PARAMETER":
             value = value[1:-1]
         yield instruction, value
 
 
-_GENERATION_PARAMETERS = {
+_TYPE_BY_GENERATION_PARAMETER = {
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -106,27 +106,29 @@ _GENERATION_PARAMETERS = {
     "frequency_penalty": float,
     "presence_penalty": float,
 }
-_DEFINITION_FIELDS = {
+"""Type of the value of each parameter of generation."""
+_DEFINITION_FIELD_BY_PARAMETER = {
     "num_ctx": "context_size",
     "num_gpu": "gpu_layers",
     "num_thread": "threads",
     "num_batch": "batch",
 }
+"""Field of a definition for each parameter that concerns the load of a model."""
 
 
-def settings_of(modelfile: Modelfile) -> dict[str, Any]:
-    """Return the settings of a definition; unknown parameters are ignored. Raise InvalidInput."""
+def to_settings(modelfile: Modelfile) -> dict[str, Any]:
+    """Convert a Modelfile to settings of a definition. Ignore unknown parameters; raise InvalidInput."""
     settings: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for name, values in modelfile.parameters.items():
         last = values[-1] if values else None
         if name == "stop":
-            settings["stopwords"] = _stop_words(values)
-        elif name in _DEFINITION_FIELDS:
-            settings[_DEFINITION_FIELDS[name]] = _number(name, last, int)
-        elif name in _GENERATION_PARAMETERS:
-            parameters[name] = _number(name, last, _GENERATION_PARAMETERS[name])
-        elif name == "num_predict" and (tokens := _number(name, last, int)) > 0:
+            settings["stopwords"] = _parse_stop_words(values)
+        elif name in _DEFINITION_FIELD_BY_PARAMETER:
+            settings[_DEFINITION_FIELD_BY_PARAMETER[name]] = _parse_number(name, last, int)
+        elif name in _TYPE_BY_GENERATION_PARAMETER:
+            parameters[name] = _parse_number(name, last, _TYPE_BY_GENERATION_PARAMETER[name])
+        elif name == "num_predict" and (tokens := _parse_number(name, last, int)) > 0:
             parameters["max_tokens"] = tokens
     if parameters:
         settings["parameters"] = parameters
@@ -139,14 +141,14 @@ def settings_of(modelfile: Modelfile) -> dict[str, Any]:
     return settings
 
 
-def _stop_words(values: list[Any]) -> list[str]:
+def _parse_stop_words(values: list[Any]) -> list[str]:
     # A number is the text that a client wrote without quotes.
     if not all(isinstance(value, str | int | float) and not isinstance(value, bool) for value in values):
         raise InvalidInput("parameters: stop is not a list of texts", field="parameters")
     return [str(value) for value in values if str(value)]
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
+def _parse_number(name: str, value: Any, kind: type) -> Any:
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -158,11 +160,11 @@ def _number(name: str, value: Any, kind: type) -> Any:
         raise InvalidInput(f"parameters: {name} is not a number", field="parameters") from None
 
 
-def parameters_of(definition: Definition) -> str:
-    """Return the parameters of a definition as lines of a Modelfile, without the word `PARAMETER`."""
+def render_parameters(definition: Definition) -> str:
+    """Return the parameters of a definition in the syntax of a Modelfile, without the word `PARAMETER`."""
     options, generation = definition.options, definition.generation
     stated: dict[str, Any] = {
-        name: options[option] for name, option in _LOAD_OPTIONS.items() if options.get(option)
+        name: options[option] for name, option in _LOAD_OPTION_BY_PARAMETER.items() if options.get(option)
     }
     stated |= {
         "num_predict" if name == "max_tokens" else name: value for name, value in generation.defaults.items()
@@ -172,16 +174,18 @@ def parameters_of(definition: Definition) -> str:
     return "\n".join(lines)
 
 
-_LOAD_OPTIONS = {"num_ctx": "ContextSize", "num_thread": "Threads"}
+_LOAD_OPTION_BY_PARAMETER = {"num_ctx": "ContextSize", "num_thread": "Threads"}
 
 
 def render_modelfile(definition: Definition) -> str:
-    """Return a Modelfile that describes the definition."""
+    """Return a Modelfile with the base, parameters, template and system prompt of the definition."""
     lines = [f"FROM {definition.model}"]
-    lines += [f"PARAMETER {' '.join(line.split(None, 1))}" for line in parameters_of(definition).splitlines()]
+    lines += [
+        f"PARAMETER {' '.join(line.split(None, 1))}" for line in render_parameters(definition).splitlines()
+    ]
     generation: Mapping[str, str] = {
         "TEMPLATE": definition.generation.template,
         "SYSTEM": definition.generation.system,
     }
-    lines += [f"{name} {_QUOTES}{text}{_QUOTES}" for name, text in generation.items() if text]
+    lines += [f"{name} {_TRIPLE_QUOTES}{text}{_TRIPLE_QUOTES}" for name, text in generation.items() if text]
     return "\n".join(lines) + "\n"

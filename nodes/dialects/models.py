@@ -35,7 +35,8 @@ MODEL_PREFIX = "/v1/models/"
 """Path prefix of the routes of one model; the name after the prefix may contain `/`."""
 
 
-_NEVER_EXPIRES = "9999-12-31T00:00:00Z"
+_NEVER_EXPIRES_AT = "9999-12-31T00:00:00Z"
+"""Time that Ollama's list of loaded models shows as the expiry of each model."""
 
 
 class ModelBody(ResponseBody, kw_only=True):
@@ -85,7 +86,7 @@ class OllamaModel(ResponseBody, kw_only=True):
     name: str
     model: str
     size: int = 0
-    """Bytes of a defined model's files that are there, or of the GPU memory of a loaded one."""
+    """Bytes of the files that exist for a defined model, or of the GPU memory for a loaded model."""
     digest: str
     details: ModelDetails
 
@@ -96,7 +97,7 @@ class DefinedModel(OllamaModel, kw_only=True):
 
 class LoadedModel(OllamaModel, kw_only=True):
     size_vram: int
-    expires_at: str = _NEVER_EXPIRES
+    expires_at: str = _NEVER_EXPIRES_AT
 
 
 class TagsResponse(ResponseBody):
@@ -123,32 +124,32 @@ class ShowResponse(ResponseBody, kw_only=True):
 
 
 async def list_models(request: InferenceRequest) -> Answer:
-    """Respond with the list of models."""
+    """Respond with all defined models, in OpenAI's or Anthropic's form."""
     await confirm(request)
     definitions = await folder.folder().all()
-    if request.is_of_anthropic:
+    if request.is_anthropic_client:
         entries = [_anthropic_entry(definition) for definition in definitions]
         first, last = (entries[0].id, entries[-1].id) if entries else (None, None)
         return wire.json_answer(AnthropicModels(data=entries, first_id=first, last_id=last))
-    return wire.json_answer(ModelsResponse(data=[_entry(entry) for entry in definitions]))
+    return wire.json_answer(ModelsResponse(data=[_openai_entry(entry) for entry in definitions]))
 
 
 async def show_model(request: InferenceRequest) -> Answer:
-    """Respond with one model; raise ModelNotFound."""
+    """Respond with one model in OpenAI's or Anthropic's form; raise ModelNotFound."""
     await confirm(request)
     definition = await find_definition(request.path.removeprefix(MODEL_PREFIX))
-    return wire.json_answer((_anthropic_entry if request.is_of_anthropic else _entry)(definition))
+    return wire.json_answer((_anthropic_entry if request.is_anthropic_client else _openai_entry)(definition))
 
 
 def _anthropic_entry(definition: Definition) -> "AnthropicModel":
-    """Return one model in Anthropic's form."""
+    """Return a model's entry in Anthropic's form."""
     return AnthropicModel(
         id=definition.name, display_name=definition.name, created_at=format_time(definition.changed)
     )
 
 
-def _entry(definition: Definition) -> ModelBody:
-    """Return one model in OpenAI's form, with the warnings of its definition."""
+def _openai_entry(definition: Definition) -> ModelBody:
+    """Return a model's entry in OpenAI's form, with the warnings of its definition."""
     return ModelBody(
         id=definition.name,
         created=definition.changed,
@@ -157,31 +158,34 @@ def _entry(definition: Definition) -> ModelBody:
     )
 
 
-VERSION = "0.12.0"
+OLLAMA_VERSION = "0.12.0"
 """The implemented version of Ollama's API; clients refuse older versions."""
 
 
 class ShowBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is its older field. Clients may send both, one of them empty."""
+    """The body of a request for a model's details.
+
+    `model` and the older field `name` name the model. A client may send both if one of them is empty.
+    """
 
     model: str | None = None
     name: str | None = None
 
 
-async def version(request: InferenceRequest) -> Answer:
-    """Respond with the version."""
+async def show_version(request: InferenceRequest) -> Answer:
+    """Respond with the version of Ollama's API that the cluster implements."""
     await confirm(request)
-    return wire.json_answer(VersionResponse(version=VERSION))
+    return wire.json_answer(VersionResponse(version=OLLAMA_VERSION))
 
 
-async def tags(request: InferenceRequest) -> Answer:
-    """Respond with the list of all defined models."""
+async def list_tags(request: InferenceRequest) -> Answer:
+    """Respond with all defined models in Ollama's form."""
     await confirm(request)
     definitions = await folder.folder().all()
     sizes = await folder.folder().total_sizes(definitions)
     models = [
         DefinedModel(
-            **_identity(definition),
+            **_entry_fields(definition),
             size=size,
             modified_at=format_time(definition.changed),
         )
@@ -190,29 +194,31 @@ async def tags(request: InferenceRequest) -> Answer:
     return wire.json_answer(TagsResponse(models=models))
 
 
-async def running(request: InferenceRequest) -> Answer:
-    """Respond with the list of the models that have a loaded replica."""
+async def list_loaded(request: InferenceRequest) -> Answer:
+    """Respond with the models that have a loaded replica, in Ollama's form."""
     await confirm(request)
     try:
-        loaded = await in_thread(_loaded_memory)
+        loaded = await in_thread(_memory_by_model)
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     models = [
-        LoadedModel(**_identity(definition), size=loaded[definition.name], size_vram=loaded[definition.name])
+        LoadedModel(
+            **_entry_fields(definition), size=loaded[definition.name], size_vram=loaded[definition.name]
+        )
         for definition in await folder.folder().all()
         if definition.name in loaded
     ]
     return wire.json_answer(RunningResponse(models=models))
 
 
-def _loaded_memory() -> dict[str, int]:
+def _memory_by_model() -> dict[str, int]:
     """Return the total GPU memory of the replicas of each model, in bytes."""
     rows = NodeModel.objects.loaded().values_list("model_name").annotate(Sum("vram_needed")).order_by()
     return dict(rows)
 
 
-async def show(request: InferenceRequest) -> Answer:
-    """Respond with the details of one model; raise ModelNotFound."""
+async def show_details(request: InferenceRequest) -> Answer:
+    """Respond with the details of one model in Ollama's form; raise ModelNotFound."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), ShowBody)
     definition = await find_definition(body.model or body.name or "")
@@ -220,19 +226,19 @@ async def show(request: InferenceRequest) -> Answer:
     return wire.json_answer(
         ShowResponse(
             modelfile=modelfile.render_modelfile(definition),
-            parameters=modelfile.parameters_of(definition),
+            parameters=modelfile.render_parameters(definition),
             template=definition.generation.template,
             system=definition.generation.system,
-            details=_details(definition),
+            details=_model_details(definition),
             model_info={"general.context_length": context} if context else {},
-            capabilities=await _capabilities(definition),
+            capabilities=await _ollama_capabilities(definition),
             modified_at=format_time(definition.changed),
         )
     )
 
 
-async def _capabilities(definition: Definition) -> list[str]:
-    """Return Ollama's names of the model's capabilities; `tools` only if its template supports tools."""
+async def _ollama_capabilities(definition: Definition) -> list[str]:
+    """Return the model's capabilities by Ollama's names; `tools` requires a template that renders tools."""
     cases, template = definition.use_cases, definition.generation.template
     generates = "chat" in cases or "completion" in cases
     has_tools = templates.has_tools(template) if template else await folder.folder().has_tools(definition)
@@ -245,16 +251,16 @@ async def _capabilities(definition: Definition) -> list[str]:
     return [name for name, is_there in known.items() if is_there]
 
 
-def _identity(definition: Definition) -> dict[str, Any]:
+def _entry_fields(definition: Definition) -> dict[str, Any]:
     return {
         "name": definition.name,
         "model": definition.name,
         "digest": definition.revision,
-        "details": _details(definition),
+        "details": _model_details(definition),
     }
 
 
-def _details(definition: Definition) -> ModelDetails:
+def _model_details(definition: Definition) -> ModelDetails:
     return ModelDetails(
         format=definition.model.rpartition(".")[2] if "." in definition.model else "",
         family=definition.backend,
@@ -266,11 +272,11 @@ REFUSED_PATHS = {
     "push": "Publish a model",
     "blobs/{digest}": "Upload a file of a model",
 }
-"""Paths after `/api/` of Ollama's routes that are refused, with the summaries of the routes."""
+"""Refused routes of Ollama's API: the path after `/api/`, and a summary."""
 
 
 class PullBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is the older field of the model."""
+    """The body of a pull request; `model` and the older field `name` name the model."""
 
     model: str | None = None
     name: str | None = None
@@ -282,7 +288,7 @@ class StatusResponse(ResponseBody):
 
 
 class LoadBody(msgspec.Struct, frozen=True):
-    """The body of a request without a prompt."""
+    """The body of a request to load or unload a model, which has no prompt."""
 
     model: Text
     stream: bool | None = None
@@ -290,7 +296,7 @@ class LoadBody(msgspec.Struct, frozen=True):
 
     @property
     def is_unload(self) -> bool:
-        """True if `keep_alive` is zero, which requests an unload; also as a duration such as `0m`."""
+        """True if `keep_alive` is zero, also as a duration such as `0m`. Zero requests an unload."""
         if isinstance(self.keep_alive, str):
             return bool(_ZERO_DURATION.fullmatch(self.keep_alive.strip()))
         return self.keep_alive == 0
@@ -299,24 +305,24 @@ class LoadBody(msgspec.Struct, frozen=True):
 _ZERO_DURATION = re.compile(r"[-+]?(?:0+|(?:0+(?:\.0*)?(?:ns|us|µs|μs|ms|s|m|h))+)")
 
 
-async def refuse(request: InferenceRequest) -> Answer:
-    """Raise Forbidden, for every caller."""
+async def refuse_route(request: InferenceRequest) -> Answer:
+    """Raise Forbidden for every caller."""
     await confirm(request)
     raise Forbidden("administrators define the models of this cluster; clients cannot publish or upload any")
 
 
 def status_lines(states: list[str], stream: bool | None) -> Answer:
-    """Return the states of a request as lines of a stream, or the last state as JSON."""
-    return _answer([{"status": state} for state in states], stream)
+    """Return a stream with a line for each state, or the last state as JSON."""
+    return _lines_answer([{"status": state} for state in states], stream)
 
 
 async def load_for_prompt(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:
-    """Load or unload the model if a request to `/api/generate` has no prompt."""
+    """Load or unload the model if the body for `/api/generate` has no prompt; otherwise return None."""
     return None if fields.get("prompt") else await _load_or_unload(request, fields, {"response": ""})
 
 
 async def load_for_chat(request: InferenceRequest, fields: Mapping[str, Any]) -> Answer | None:
-    """Load or unload the model if a request to `/api/chat` has no message."""
+    """Load or unload the model if the body for `/api/chat` has no message; otherwise return None."""
     message = {"message": {"role": "assistant", "content": ""}}
     return None if fields.get("messages") else await _load_or_unload(request, fields, message)
 
@@ -327,10 +333,10 @@ async def _load_or_unload(
     body = wire.parse_struct(fields, LoadBody)
     definition = await find_definition(body.model)
     if body.is_unload:
-        await _unload(request, definition.name)
+        await _unload_model(request, definition.name)
     else:
         request.model = definition.name
-        await _load(request)
+        await _load_model(request)
     end = {
         "model": body.model,
         "created_at": ollama.format_time(int(clock.now().timestamp())),
@@ -338,19 +344,19 @@ async def _load_or_unload(
         "done": True,
         "done_reason": "unload" if body.is_unload else "load",
     }
-    return _answer([end], body.stream)
+    return _lines_answer([end], body.stream)
 
 
-async def _load(request: InferenceRequest) -> None:
-    """Pick a replica without a call; the pick loads the model if no replica is loaded."""
+async def _load_model(request: InferenceRequest) -> None:
+    """Pick a replica of the model without calling it. The pick starts a load if no replica is loaded."""
     attempts = gateway.attempts(request)
     while True:
         async with attempts:
             return
 
 
-async def _unload(request: InferenceRequest, model: str) -> None:
-    """Request the unload; do nothing if the model is not loaded. Raise Forbidden without the permission."""
+async def _unload_model(request: InferenceRequest, model: str) -> None:
+    """Request the unload of a loaded model. Raise Forbidden unless the caller is an administrator."""
     await confirm(request)
     if not request.principal.is_admin:
         raise Forbidden("only an administrator may unload a model; the cluster unloads idle ones")
@@ -361,8 +367,8 @@ async def _unload(request: InferenceRequest, model: str) -> None:
         return
 
 
-def _answer(lines: list[dict[str, Any]], stream: bool | None) -> Answer:
-    """Return the lines of a stream, or the last line as JSON."""
+def _lines_answer(lines: list[dict[str, Any]], stream: bool | None) -> Answer:
+    """Return a stream of these lines, or only the last line as JSON."""
     if stream is False:
         return Answer(msgspec.json.encode(lines[-1]))
     return Answer(

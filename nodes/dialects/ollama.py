@@ -1,4 +1,4 @@
-"""Ollama's `POST /api/chat` and `/api/generate`: requests, responses as JSON or as lines of it. Pure.
+"""Ollama's `POST /api/chat` and `/api/generate`: requests, and responses as JSON or as lines of JSON. Pure.
 
 Streaming is the default. Load options are ignored, because the definition determines them. `keep_alive` is
 ignored too, because the cluster decides when a model is unloaded. Every line except the last has a piece of
@@ -44,11 +44,12 @@ from nodes.gateway.generation import (
 
 _UNLIMITED_TOKEN_COUNTS = (-1, -2)
 """Values of `num_predict` that set no limit: unlimited, and up to the context size."""
-_NAMES = {"response_format": "format"}
+_CLIENT_FIELD_NAMES = {"response_format": "format"}
+"""Names of Ollama's fields, by the names of the equal fields in OpenAI's chat."""
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
-    """Options of sampling. Other options of Ollama's are ignored."""
+    """Sampling options of a request. Other options of Ollama's API are ignored."""
 
     num_predict: (
         Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)]
@@ -67,14 +68,14 @@ class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class OllamaFunction(msgspec.Struct, frozen=True):
-    """The called function and its arguments."""
+    """The function of a tool call, with its arguments."""
 
     name: Text
     arguments: dict[str, Any]
 
 
 class OllamaCall(msgspec.Struct, frozen=True):
-    """One call of a tool, as an earlier answer asked for it."""
+    """A tool call that the model requested in an earlier answer."""
 
     function: OllamaFunction
     id: str | None = None
@@ -84,7 +85,7 @@ Images = Annotated[list[Text], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class OllamaMessage(msgspec.Struct, frozen=True):
-    """One message; images are base64."""
+    """One message of a conversation; its images are in base64."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -140,7 +141,7 @@ class OllamaErrorBody(ResponseBody):
     error: str
 
 
-class _Body(msgspec.Struct, kw_only=True, frozen=True):
+class _TextRequestBody(msgspec.Struct, kw_only=True, frozen=True):
     model: Text
     stream: bool | None = None
     options: OllamaOptions | None = None
@@ -155,7 +156,7 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
             prompts=(prompt,),
             sampling=self._sampling(),
             stream=self.stream is not False,
-            names=names,
+            client_field_names=names,
         )
 
     def _sampling(self) -> Sampling:
@@ -175,21 +176,24 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
             presence_penalty=options.presence_penalty,
             seed=to_int(options.seed),
             stop=openai_common.stop_words(options.stop),
-            grammar=_schema(self.format),
+            grammar=_response_schema_json(self.format),
             logprobs=bool(self.logprobs),
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else 0,
         )
 
 
-class OllamaChatBody(_Body, kw_only=True, frozen=True):
-    """The body of a chat. Other fields of Ollama's are ignored, or refused by name."""
+class OllamaChatBody(_TextRequestBody, kw_only=True, frozen=True):
+    """The body of a chat request. Other fields of Ollama's API are ignored or refused by name."""
 
     messages: Annotated[list[OllamaMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Tools | None = None
 
 
-class GenerateBody(_Body, kw_only=True, frozen=True):
-    """The body of a request to answer one prompt, or with `raw` to go on from it."""
+class GenerateBody(_TextRequestBody, kw_only=True, frozen=True):
+    """The body of a request with one prompt.
+
+    The model answers the prompt; with `raw` it continues the prompt.
+    """
 
     prompt: Text
     system: str | None = None
@@ -206,7 +210,7 @@ UNSUPPORTED_FIELDS = {
 
 
 def parse_chat(fields: Mapping[str, Any]) -> Generation:
-    """Parse a chat; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a chat request. Raise InvalidInput with the name of the first wrong field."""
     body = wire.parse_struct(fields, OllamaChatBody)
     tools, choice = check_tools(body.tools or (), None)
     images = tuple(
@@ -214,31 +218,31 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
         for number, message in enumerate(body.messages)
         for index, image in enumerate(message.images or ())
     )
-    utterances = tuple(_utterances(body.messages))
-    return body.to_generation(Conversation(utterances, tools, choice, images=images), _NAMES)
+    utterances = tuple(_convert_messages(body.messages))
+    return body.to_generation(Conversation(utterances, tools, choice, images=images), _CLIENT_FIELD_NAMES)
 
 
 def parse_generate(fields: Mapping[str, Any]) -> Generation:
-    """Parse one prompt; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a request with one prompt; raise InvalidInput for the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_FIELDS)
     body = wire.parse_struct(fields, GenerateBody)
     if body.raw:
         if body.images:
             raise InvalidInput("images: not with `raw`", field="images")
-        return body.to_generation(body.prompt, _NAMES)
+        return body.to_generation(body.prompt, _CLIENT_FIELD_NAMES)
     system = (ConversationMessage("system", body.system),) if body.system else ()
     images = (
         openai_messages.check_base64(image, f"images[{index}]")
         for index, image in enumerate(body.images or ())
     )
     conversation = Conversation((*system, ConversationMessage("user", body.prompt)), images=tuple(images))
-    return body.to_generation(conversation, _NAMES | {"messages": "prompt"})
+    return body.to_generation(conversation, _CLIENT_FIELD_NAMES | {"messages": "prompt"})
 
 
-def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form.
+def _convert_messages(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessage]:
+    """Yield the messages in the form that engines expect.
 
-    Tool results may lack ids; such results belong to the calls in order.
+    A tool result may lack an id. It then gets the id of the first call that has no result yet.
     """
     unanswered_ids: list[str] = []
     for number, message in enumerate(messages):
@@ -265,18 +269,18 @@ def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessa
         )
 
 
-def _schema(format: str | dict[str, Any] | None) -> str:
-    """Return the JSON schema of the response, "" if any text is allowed."""
+def _response_schema_json(format: str | dict[str, Any] | None) -> str:
+    """Return the JSON schema that the response must match, "" if any text is allowed."""
     if not isinstance(format, dict):
         return encode_json({"type": "object"}) if format else ""
-    schemas.check([(format, "format")])
+    schemas.check_schemas([(format, "format")])
     return encode_json(format)
 
 
 LINES_CONTENT_TYPE = b"application/x-ndjson"
 
 Renderer = Callable[[str, str, list[OllamaCallBody]], dict[str, Any]]
-"""Renders text, thoughts and tool calls in the form of a route."""
+"""Renders text, thoughts and tool calls as the fields of one route's response."""
 
 
 def _render_message(text: str, thought: str, calls: list[OllamaCallBody]) -> dict[str, Any]:
@@ -306,12 +310,12 @@ def format_time(seconds: int) -> str:
 
 
 def to_nanoseconds(seconds: float) -> int:
-    """Return a duration in nanoseconds, Ollama's unit."""
+    """Return a duration in nanoseconds, the unit of Ollama's API."""
     return int(seconds * 1_000_000_000)
 
 
 def _render_end(last: TextDelta) -> dict[str, Any]:
-    """Return the finish reason, the durations and the token counts."""
+    """Return the fields of the last line: finish reason, durations, token counts."""
     durations, usage = last.durations or Durations(), generation.total_usage([last], 1)
     return {
         "done_reason": "length" if last.finish == "length" else "stop",
@@ -337,7 +341,7 @@ def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> list[OllamaCallBod
 def response_renderer(
     response: type[LastLine], render: Renderer
 ) -> Callable[[Head, Sequence[TextDelta]], bytes]:
-    """Return a function that renders a complete response with this class and this renderer."""
+    """Return a function that renders a complete response as this class, with the fields of `render`."""
 
     def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
         choice: MergedChoice = generation.merge_deltas(deltas, 1)[0]
@@ -350,7 +354,7 @@ def response_renderer(
 
 
 class OllamaLines:
-    """The stream of one response."""
+    """Renders one streamed response as lines of JSON."""
 
     def __init__(self, head: Head, response: type[LastLine], render: Renderer) -> None:
         self._response = response
@@ -359,13 +363,13 @@ class OllamaLines:
         self._calls: list[ToolPiece] = []
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the lines for the deltas."""
+        """Return the encoded lines for these deltas."""
         return b"".join(
             msgspec.json.encode(line) + b"\n" for delta in deltas for line in self._render_delta(delta)
         )
 
     def render_failure(self, error: ClusterError, /) -> bytes:
-        """Return the line that ends a failed response."""
+        """Return the line that ends a stream after an error."""
         return render_error(error).body + b"\n"
 
     def _render_delta(self, delta: TextDelta) -> list[dict[str, Any] | LastLine]:
@@ -384,7 +388,7 @@ class OllamaLines:
         return lines
 
 
-def _dialect(
+def _make_dialect(
     read: Callable[[Mapping[str, Any]], generation.Generation], response: type[LastLine], render: Renderer
 ) -> Dialect:
     return Dialect(
@@ -396,5 +400,5 @@ def _dialect(
     )
 
 
-CHAT = _dialect(parse_chat, OllamaChatResponse, _render_message)
-GENERATE = _dialect(parse_generate, OllamaGenerateResponse, _render_response_text)
+CHAT = _make_dialect(parse_chat, OllamaChatResponse, _render_message)
+GENERATE = _make_dialect(parse_generate, OllamaGenerateResponse, _render_response_text)

@@ -26,7 +26,7 @@ from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_NAME, Definition, UnusableDefinition
 from nodes.definitions.folder import folder
 from nodes.definitions.sizes import path_inside
-from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, settings_of
+from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, to_settings
 from nodes.dialects.models import StatusResponse, status_lines
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import confirm
@@ -41,16 +41,19 @@ from operations.models import TERMINAL, Operation, Status
 
 FILE_BACKEND = "llama-cpp"
 """Backend of a model that is created from a file."""
-DELETION_WAIT = 90.0
-"""Seconds that a request waits for a deletion. After that it gets 503, and the deletion continues."""
-_POLL = 2.0
-_LATEST = ":latest"
-_DONE = wire.json_answer(StatusResponse(status="success"))
+MAX_DELETION_WAIT = 90.0
+"""Maximum seconds that a request waits for a deletion. Then it gets 503, and the deletion continues."""
+_POLL_SECONDS = 2.0
+_LATEST_TAG = ":latest"
+_SUCCESS_ANSWER = wire.json_answer(StatusResponse(status="success"))
 T = TypeVar("T")
 
 
 class CreateBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is the older field of the model, `modelfile` that of all others."""
+    """The body of a request to create a model.
+
+    `name` is the older form of `model`. `modelfile` is the older form of all other fields together.
+    """
 
     model: str | None = None
     name: str | None = None
@@ -66,14 +69,14 @@ class CreateBody(msgspec.Struct, frozen=True):
 
 
 class CopyBody(msgspec.Struct, frozen=True):
-    """The body of a request."""
+    """The body of a request to copy a model."""
 
     source: str
     destination: str
 
 
 class DeleteBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is the older field of the model."""
+    """The body of a request to delete a model; `name` is the older form of `model`."""
 
     model: str | None = None
     name: str | None = None
@@ -83,51 +86,51 @@ async def create(request: InferenceRequest) -> Answer:
     """Store a definition; respond with a stream of states. Raise ModelNotFound for an unknown base."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), CreateBody)
-    name = _name(body.model or body.name, "model")
-    modelfile = _modelfile_of(body)
+    name = _definition_name(body.model or body.name, "model")
+    modelfile = _parse_modelfile_fields(body)
     text = await _base_text(modelfile.base, name)
-    settings = settings_of(modelfile)
+    settings = to_settings(modelfile)
 
     def save() -> None:
         merged = edit.merge(text, settings) if settings else text
-        _save(request, name, merged, f"created from {modelfile.base}"[:500])
+        _save_definition(request, name, merged, f"created from {modelfile.base}"[:500])
 
-    await _change(request, save)
+    await _run_as_caller(request, save)
     return status_lines(["creating model", "success"], body.stream)
 
 
 async def copy(request: InferenceRequest) -> Answer:
-    """Store the definition of a model under another name; raise ModelNotFound."""
+    """Store a copy of a model's definition under another name; raise ModelNotFound."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), CopyBody)
-    destination = _name(body.destination, "destination")
+    destination = _definition_name(body.destination, "destination")
     definition = await find_definition(body.source)
-    text = await _text_of(definition, "source")
+    text = await _definition_text(definition, "source")
 
     def save() -> None:
-        _save(request, destination, edit.rename(text, destination), f"copy of {definition.name}")
+        _save_definition(request, destination, edit.rename(text, destination), f"copy of {definition.name}")
 
-    await _change(request, save)
-    return _DONE
+    await _run_as_caller(request, save)
+    return _SUCCESS_ANSWER
 
 
 async def delete(request: InferenceRequest) -> Answer:
-    """Unload the model and delete its stored definition; its files stay. Raise NotFound, Conflict."""
+    """Unload the model and delete its stored definition; keep its files. Raise NotFound or Conflict."""
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
-    definition = await find_definition(_name(body.model or body.name, "model"))
+    definition = await find_definition(_definition_name(body.model or body.name, "model"))
     order = RemovalRequest(definition.name, request.requester)
 
     def remove() -> Admission:
         store.require_no_file(definition.name)  # the model would still be served
         return definition_removal.request_removal(order, now=clock.now())
 
-    admission = await _change(request, remove)
+    admission = await _run_as_caller(request, remove)
     operation = await _wait_for_end(admission.operation.id)
     if operation is None or operation.status != Status.COMPLETED:
         reason = operation.error or operation.message if operation is not None else "its record was cleared"
         raise Unavailable(f"the model is not deleted yet: {reason}", retry_after=10)
-    return _DONE
+    return _SUCCESS_ANSWER
 
 
 async def require_admin(request: InferenceRequest) -> None:
@@ -137,18 +140,18 @@ async def require_admin(request: InferenceRequest) -> None:
         raise Forbidden("only administrators may change the models of this cluster")
 
 
-def _name(text: str | None, field: str) -> str:
-    """Return a name for a definition, without the tag that clients append."""
+def _definition_name(text: str | None, field: str) -> str:
+    """Return a valid name for a definition, without the default tag `:latest`."""
     if not text:
         raise wire.field_error(field, "is required", "missing_required_parameter")
-    name = text.removesuffix(_LATEST).strip()
+    name = text.removesuffix(_LATEST_TAG).strip()
     if not 1 <= len(name) <= MAX_NAME:
         raise InvalidInput(f"{field}: must have 1 to {MAX_NAME} characters", field=field)
     names.check_text(name, field)
     return name
 
 
-def _modelfile_of(body: CreateBody) -> Modelfile:
+def _parse_modelfile_fields(body: CreateBody) -> Modelfile:
     if body.adapters:
         raise NotSupported("adapters are not supported: define them in the model's definition")
     if body.files or body.quantize:
@@ -164,9 +167,9 @@ def _modelfile_of(body: CreateBody) -> Modelfile:
 
 
 async def _base_text(base: str, name: str) -> str:
-    """Return the text of a definition with the name `name`.
+    """Return the YAML of a definition that has the name `name`.
 
-    The text is that of the model `base`, or a new definition for the file `base`. Raise ModelNotFound.
+    It is the definition of the model `base`, or a new definition for the file `base`. Raise ModelNotFound.
     """
     try:
         definition = await find_definition(base)
@@ -176,12 +179,15 @@ async def _base_text(base: str, name: str) -> str:
             raise
         model = {"name": name, "backend": FILE_BACKEND, "parameters": {"model": relative}}
         return str(yaml.safe_dump(model, sort_keys=False, allow_unicode=True))
-    text = await _text_of(definition, "from")
+    text = await _definition_text(definition, "from")
     return await asyncio.to_thread(edit.rename, text, name)
 
 
-async def _text_of(definition: Definition, field: str) -> str:
-    """Return the YAML of the effective definition: a file precedes a row. Raise ModelNotFound."""
+async def _definition_text(definition: Definition, field: str) -> str:
+    """Return the YAML of the definition that is in effect. Raise ModelNotFound.
+
+    A file takes precedence over a row of the same name.
+    """
     try:
         text = await folder().text(definition.name)
     except UnusableDefinition as error:
@@ -192,14 +198,14 @@ async def _text_of(definition: Definition, field: str) -> str:
 
 
 async def _recorded_path(text: str) -> str | None:
-    """Return `text` if it is the path of a file that an import has left at its source, otherwise None."""
+    """Return `text` if a stored definition records it as the path of a file at its source, otherwise None."""
     contents = [entry.row.content for entry in await folder().stored_rows()]
     is_recorded = any(isinstance(content, Definition) and text in content.files for content in contents)
     return text if is_recorded else None
 
 
 def _find_file(text: str) -> str | None:
-    """Return `text` as the path of an existing file or folder in the models folder, otherwise None."""
+    """Return `text` as a relative path if it is a file or folder of the models folder, otherwise None."""
     if not text or len(text) > MAX_NAME or names.find_unprintable(text):
         return None
     models = folder().path
@@ -209,7 +215,7 @@ def _find_file(text: str) -> str | None:
     return PurePosixPath(text).as_posix() if path != models else None
 
 
-def _save(request: InferenceRequest, name: str, text: str, reason: str) -> None:
+def _save_definition(request: InferenceRequest, name: str, text: str, reason: str) -> None:
     store.require_no_file(name)
     store.save(
         name,
@@ -221,17 +227,17 @@ def _save(request: InferenceRequest, name: str, text: str, reason: str) -> None:
     )
 
 
-async def _change(request: InferenceRequest, change: Callable[[], T]) -> T:
-    """Make a change in the name of the caller, for the audit."""
+async def _run_as_caller(request: InferenceRequest, change: Callable[[], T]) -> T:
+    """Run `change` in a thread and attribute it to the caller in the audit."""
 
     def attributed() -> T:
         with audit.attribute_to(of_principal(request.principal)):
             return change()
 
-    return await _in_thread(attributed)
+    return await _run_database_call(attributed)
 
 
-async def _in_thread(call: Callable[[], T]) -> T:
+async def _run_database_call(call: Callable[[], T]) -> T:
     try:
         return await in_thread(call)
     except DatabaseError as error:
@@ -239,12 +245,12 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
 
 async def _wait_for_end(operation_id: UUID) -> Operation | None:
-    """Return the operation after its end or after `DELETION_WAIT` seconds; None if its record was deleted."""
-    until = clock.monotonic() + DELETION_WAIT
+    """Wait at most `MAX_DELETION_WAIT` seconds until the operation ends. Return it; None without a row."""
+    until = clock.monotonic() + MAX_DELETION_WAIT
     with gateway.wake_ups().watch(operation_id) as watch:
         while True:
-            operation = await _in_thread(Operation.objects.filter(pk=operation_id).first)
+            operation = await _run_database_call(Operation.objects.filter(pk=operation_id).first)
             remaining = until - clock.monotonic()
             if operation is None or operation.status in TERMINAL or remaining <= 0:
                 return operation
-            await watch.changed(timeout=min(remaining, _POLL))
+            await watch.changed(timeout=min(remaining, _POLL_SECONDS))

@@ -14,7 +14,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common, openai_messages
 from nodes.dialects.openai_common import (
-    DONE,
+    DONE_EVENT,
     MAX_CHOICES,
     CompletionEvents,
     FinishReason,
@@ -39,15 +39,15 @@ from nodes.gateway.generation import (
 
 
 class AnyText(msgspec.Struct, tag_field="type", tag="text", frozen=True):
-    """Any text."""
+    """A response format that allows any text."""
 
 
 class AnyJson(msgspec.Struct, tag_field="type", tag="json_object", frozen=True):
-    """Any JSON object."""
+    """A response format that requires a JSON object."""
 
 
 class NamedSchema(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The schema of an answer."""
+    """The name and the JSON schema of a response format."""
 
     name: Name
     schema: dict[str, Any] | None = None
@@ -56,13 +56,13 @@ class NamedSchema(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JsonOfSchema(msgspec.Struct, tag_field="type", tag="json_schema", frozen=True):
-    """JSON of a schema."""
+    """A response format that requires JSON that matches a schema."""
 
     json_schema: NamedSchema
 
 
 class ChatBody(SamplingBody, kw_only=True, frozen=True):
-    """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
+    """The body of a chat request. Other fields of OpenAI's API are ignored or refused by name."""
 
     messages: Messages
     max_completion_tokens: PositiveInt | None = None
@@ -119,18 +119,18 @@ UNSUPPORTED_IN_CHAT = {
 
 
 def parse_chat(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a chat request. Raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_IN_CHAT)
     body = wire.parse_struct(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
-    schema = _schema(body)
+    schema = _response_schema_json(body)
     if schema and body.grammar:
         raise InvalidInput("grammar: `response_format` is one already", field="grammar")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Generation(
         model=body.model,
-        prompts=(_conversation(body),),
+        prompts=(_parse_conversation(body),),
         sampling=openai_common.to_sampling(
             body,
             limit,
@@ -144,7 +144,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
     )
 
 
-def _conversation(body: ChatBody) -> Conversation:
+def _parse_conversation(body: ChatBody) -> Conversation:
     tools, choice = check_tools(body.tools or (), body.tool_choice)
     return Conversation(
         messages=tuple(openai_messages.convert_messages(body.messages)),
@@ -156,24 +156,24 @@ def _conversation(body: ChatBody) -> Conversation:
     )
 
 
-def _schema(body: ChatBody) -> str:
-    """Return the JSON schema of the response, "" if any text is allowed."""
+def _response_schema_json(body: ChatBody) -> str:
+    """Return the JSON schema that the response must match, "" if any text is allowed."""
     if isinstance(body.response_format, AnyJson):
         return encode_json({"type": "object"})
     if not isinstance(body.response_format, JsonOfSchema):
         return ""
     schema = body.response_format.json_schema.schema
-    schemas.check([(schema or {}, "response_format.json_schema.schema")])
+    schemas.check_schemas([(schema or {}, "response_format.json_schema.schema")])
     return encode_json(schema or {"type": "object"})
 
 
 def render_chat(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """Return the response body."""
+    """Return the body of a complete chat response."""
     request = head.generation
     choices = [
         ChatChoice(
             index=index,
-            message=_message(head, index, choice),
+            message=_render_message(head, index, choice),
             logprobs={"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
@@ -185,7 +185,7 @@ def render_chat(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     )
 
 
-def _message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
+def _render_message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
     calls = [
         CallBody(
             id=piece.id or _call_id(head, index, piece),
@@ -204,17 +204,17 @@ def _message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
 
 
 def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
-    """Return the id of a call, which is equal in a stream and in a complete response."""
+    """Return the id of a tool call. A stream and a complete response have equal ids."""
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
 def _default_arguments(finish: str) -> str:
-    """Return the default for missing arguments of a call: an empty object; "" after truncation."""
+    """Return the arguments of a call that the engine sent without any: `{}`, or "" if it was truncated."""
     return "" if finish == "length" else NO_ARGUMENTS
 
 
 class ChatChunks(CompletionEvents):
-    """The chunks of one streamed chat response."""
+    """Renders one streamed chat response as OpenAI's chunks."""
 
     object_name = "chat.completion.chunk"
 
@@ -225,7 +225,7 @@ class ChatChunks(CompletionEvents):
         """(choice, call index) -> True if any arguments were sent."""
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded chunks for these deltas."""
         return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
 
     def _render_chunks(self, delta: TextDelta) -> list[bytes]:
@@ -282,26 +282,28 @@ class ChatChunks(CompletionEvents):
         return self._chunk([choice])
 
 
-CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE)
+CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE_EVENT)
 
 
-DEFAULT_TOKENS = 16
-"""Default limit on the tokens of a choice, as in OpenAI's documentation."""
+DEFAULT_MAX_TOKENS = 16
+"""Default limit on the tokens of a completion, as in OpenAI's documentation."""
 
-MAX_TOKENS = 256 * 1024
-"""Limit on the token ids of a prompt: decoding millions would block all other requests."""
+MAX_PROMPT_TOKENS = 256 * 1024
+"""Limit on the token ids of a prompt, because decoding millions of ids would block all other requests."""
 
-Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
-Prompts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+Prompts = Annotated[
+    list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)
+]
 
 
 class CompletionBody(SamplingBody, kw_only=True, frozen=True):
-    """The body of a request."""
+    """The body of a completion request."""
 
     prompt: Annotated[
         Text | Prompts,
         msgspec.Meta(
-            description=f"A text, up to {MAX_TOKENS} token ids of the model, or a list of either; "
+            description=f"A text, up to {MAX_PROMPT_TOKENS} token ids of the model, or a list of either; "
             f"at most {MAX_CHOICES} answers, all prompts together."
         ),
     ]
@@ -331,14 +333,14 @@ UNSUPPORTED_IN_COMPLETIONS = {
 
 
 def parse_completion(fields: Mapping[str, Any]) -> Generation:
-    """Parse the request; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a completion request. Raise InvalidInput with the name of the first wrong field."""
     openai_common.refuse_fields(fields, UNSUPPORTED_IN_COMPLETIONS)
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidInput(
             "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
         )
     body = wire.parse_struct(fields, CompletionBody)
-    prompts = _prompts(body.prompt)
+    prompts = _parse_prompts(body.prompt)
     n = body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidInput(f"prompt: at most {MAX_CHOICES} answers in one request", field="prompt")
@@ -351,7 +353,7 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
         prompts=prompts,
         sampling=openai_common.to_sampling(
             body,
-            body.max_tokens or DEFAULT_TOKENS,
+            body.max_tokens or DEFAULT_MAX_TOKENS,
             grammar=body.grammar or "",
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs or 0,
@@ -364,12 +366,12 @@ def parse_completion(fields: Mapping[str, Any]) -> Generation:
 
 
 def _echoed_prompt(request: Generation, choice: int) -> str:
-    """Return the prompt to put before the text of this choice; "" unless the client requested it."""
+    """Return the prompt that precedes the text of this choice; "" unless the client requested `echo`."""
     prompt = request.prompts[choice // request.n] if request.echo else ""
     return prompt if isinstance(prompt, str) else ""
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
+def _parse_prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if all(isinstance(item, int) for item in prompt):
@@ -383,13 +385,13 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
 
 
 def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """Return the response body."""
+    """Return the body of a complete completion."""
     request = head.generation
     choices = [
         CompletionChoice(
             index=index,
             text=_echoed_prompt(request, index) + choice.text,
-            logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
+            logprobs=_render_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
         for index, choice in enumerate(generation.merge_deltas(deltas, request.choices))
@@ -402,8 +404,8 @@ def render_completion(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     )
 
 
-def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
-    """Return log probabilities in the legacy form; `offset`: position of the first token in the text."""
+def _render_logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
+    """Return log probabilities in the legacy form; `offset` is the first token's position in the text."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -420,7 +422,7 @@ def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any
 
 
 class CompletionChunks(CompletionEvents):
-    """The chunks of one streamed completion."""
+    """Renders one streamed completion as OpenAI's chunks."""
 
     object_name = "text_completion"
 
@@ -430,11 +432,11 @@ class CompletionChunks(CompletionEvents):
         self._started_choices: set[int] = set()
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded chunks for these deltas."""
         return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
 
     def _render_chunks(self, delta: TextDelta) -> list[bytes]:
-        logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
+        logprobs = _render_logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         text = delta.text
         if delta.choice not in self._started_choices:
@@ -449,4 +451,4 @@ class CompletionChunks(CompletionEvents):
         return [self._chunk([choice]), *(self._end_choice(delta) if delta.finish else [])]
 
 
-COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion, DONE)
+COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion, DONE_EVENT)

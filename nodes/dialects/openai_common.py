@@ -20,18 +20,18 @@ from nodes.gateway import schemas
 from nodes.gateway.generation import Head, Sampling, TextDelta, Usage, total_usage
 
 MAX_CHOICES = 32
-"""Maximum number of choices of one request, for all prompts together."""
+"""Maximum number of choices of one request: prompts times choices per prompt."""
 MAX_BODY_BYTES = 8 * 1024 * 1024
-"""Limit on the bytes of the body of a request for text."""
-MAX_STOPS = 16
+"""Maximum bytes of the body of a request that generates text."""
+MAX_STOP_WORDS = 16
 MAX_BIASES = 1024
-_TOKEN = re.compile("[0-9]{1,10}")
+_TOKEN_ID_PATTERN = re.compile("[0-9]{1,10}")
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = int | Annotated[float, msgspec.Meta(multiple_of=1, ge=-(2**53), le=2**53)]
-"""A whole number; clients in JavaScript and R may send `1.0`."""
+"""A whole number. Clients in JavaScript and R may send it as `1.0`."""
 TopK = (
     Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
     | Annotated[float, msgspec.Meta(multiple_of=1, ge=-1, le=2**31 - 1)]
@@ -41,7 +41,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
-Stop = str | Annotated[list[Text], msgspec.Meta(max_length=MAX_STOPS)] | None
+Stop = str | Annotated[list[Text], msgspec.Meta(max_length=MAX_STOP_WORDS)] | None
 
 
 FinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
@@ -65,15 +65,15 @@ class UsageBody(ResponseBody):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Ignored: padding that hides the lengths of pieces."""
+    """True for padding that hides the lengths of pieces. The option is ignored."""
 
 
 class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The fields about how tokens are chosen, and how the answer comes."""
+    """Fields that chat and completion bodies share: sampling, number of choices, streaming."""
 
     model: Text
     stream: bool | None = None
@@ -96,15 +96,15 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def streams_usage(self) -> bool:
-        """True if the stream ends with the usage."""
+        """True if the last chunk of the stream has the token usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 def to_sampling(
     body: SamplingBody, max_tokens: int | None, *, grammar: str, logprobs: bool, top_logprobs: int
 ) -> Sampling:
-    """Return the sampling parameters of a body; raise InvalidInput."""
-    if not all(_TOKEN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
+    """Convert the fields of a body to sampling parameters; raise InvalidInput."""
+    if not all(_TOKEN_ID_PATTERN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
         raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
     schemas.check_grammar(body.grammar or "")
     return Sampling(
@@ -127,33 +127,33 @@ def to_sampling(
 
 
 def to_int(number: float | None) -> int | None:
-    """Return a whole number as an integer."""
+    """Convert a number without a fraction to an integer; None stays None."""
     return None if number is None else int(number)
 
 
 def to_top_k(number: float | None) -> int | None:
-    """Return `top_k` in the form of engines, where 0 means no limit."""
+    """Convert `top_k` to the engines' form, in which 0 means no limit."""
     return None if number is None else max(int(number), 0)
 
 
 _UNUSED_VALUES: tuple[Any, ...] = (None, False, "", "none", [], {})
-"""Values that do not use a feature: some clients send every field of their form."""
+"""Values of a field that request nothing. Some clients send every field that they know."""
 
 
 def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise InvalidInput for the first field in `reasons` that the request sets to a value that uses it."""
+    """Raise InvalidInput for the first field in `reasons` whose value requests something."""
     for name, reason in reasons.items():
         if fields.get(name) not in _UNUSED_VALUES:
             raise wire.field_error(name, reason, "unsupported_parameter")
 
 
 def stop_words(stop: Stop) -> tuple[str, ...]:
-    """Return the stop words of a body; an empty text is ignored."""
+    """Return the stop words of a body without empty texts."""
     return tuple(word for word in ([stop] if isinstance(stop, str) else stop or []) if word)
 
 
 def render_usage(tokens: Usage) -> UsageBody:
-    """Return the usage in OpenAI's form, with cached tokens only if the engine reported them."""
+    """Return the token usage in OpenAI's form, with cached tokens only if the engine reported them."""
     return UsageBody(
         prompt_tokens=tokens.prompt,
         completion_tokens=tokens.completion,
@@ -162,28 +162,31 @@ def render_usage(tokens: Usage) -> UsageBody:
     )
 
 
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 
 
 def render_event(content: Mapping[str, Any]) -> bytes:
-    """Return one event."""
+    """Return one server-sent event with this content."""
     return b"data: " + wire.encode(content) + b"\n\n"
 
 
 class Chunks(ABC):
-    """The stream of one response."""
+    """Renders one streamed response as OpenAI's chunks."""
 
     @abstractmethod
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded chunks for these deltas."""
 
     def render_failure(self, error: ClusterError, /) -> bytes:
-        """Return an event with the usual error envelope, and the end of the stream."""
-        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE
+        """Return an event with the error envelope and the event that ends the stream."""
+        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE_EVENT
 
 
 class CompletionEvents(Chunks):
-    """The chunks of a streamed completion; if requested, a chunk with the usage follows the last choice."""
+    """Base of streamed chat and completion responses.
+
+    If the client requested the usage, a chunk with the usage follows the last choice.
+    """
 
     object_name: ClassVar[str]
 
@@ -199,7 +202,7 @@ class CompletionEvents(Chunks):
         return self._begin + wire.encode(choices) + end + b"}\n\n"
 
     def _end_choice(self, last: TextDelta) -> list[bytes]:
-        """Return the chunk with the usage if this was the last delta of the last choice."""
+        """Return the chunk with the usage if this delta ends the last choice, otherwise nothing."""
         request = self._head.generation
         self._ended.append(last)
         if not request.usage_in_stream or len(self._ended) < request.choices:

@@ -21,39 +21,39 @@ MAX_PARTS = 256
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", frozen=True):
-    """Text."""
+    """A part of a message with text."""
 
     text: str
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", frozen=True):
-    """The text of the model's refusal."""
+    """A part of the model's message with the text of a refusal."""
 
     refusal: str
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """An inline image: `data:image/png;base64,…`. The cluster fetches nothing."""
+    """An image inside the request, as `data:image/png;base64,…`. Other URLs are refused."""
 
     url: Text
     detail: str | None = None
 
 
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url", frozen=True):
-    """An image."""
+    """A part of a message with an image."""
 
     image_url: ImageUrl
 
 
 class AudioData(msgspec.Struct, frozen=True):
-    """Base64 of a file of sound."""
+    """An audio file in base64."""
 
     data: Text
     format: str | None = None
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio", frozen=True):
-    """Sound."""
+    """A part of a message with audio."""
 
     input_audio: AudioData
 
@@ -62,14 +62,14 @@ Part = TextPart | RefusalPart | ImagePart | AudioPart
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """The called function and its arguments as JSON."""
+    """The function of a tool call, with its arguments as JSON."""
 
     name: Text
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call of a tool, as an earlier answer asked for it."""
+    """A tool call that the model requested in an earlier answer."""
 
     id: str
     function: CalledFunction
@@ -77,7 +77,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] | None = None
@@ -92,7 +92,7 @@ Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MA
 
 
 def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form; raise InvalidInput for a message without content."""
+    """Yield the messages in the form that engines expect; raise InvalidInput if one has no content."""
     for number, message in enumerate(messages):
         field_path = f"messages[{number}]"
         if message.role == "tool" and not message.tool_call_id:
@@ -123,24 +123,24 @@ def _join_texts(content: str | list[Part] | None) -> str:
 
 
 def collect_images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """Return the base64 data of the images; raise InvalidInput for a broken image or an image URL."""
+    """Return the base64 data of the images. Raise InvalidInput for invalid base64 or another URL."""
     return tuple(
         parse_image_url(part.image_url.url, field_path)
-        for part, field_path in _parts(messages)
+        for part, field_path in _parts_with_paths(messages)
         if isinstance(part, ImagePart)
     )
 
 
 def collect_audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """Return the base64 data of the audio parts; raise InvalidInput for a broken part."""
+    """Return the base64 data of the audio parts. Raise InvalidInput for invalid base64."""
     return tuple(
         check_base64(part.input_audio.data, field_path)
-        for part, field_path in _parts(messages)
+        for part, field_path in _parts_with_paths(messages)
         if isinstance(part, AudioPart)
     )
 
 
-def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
+def _parts_with_paths(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
     for number, message in enumerate(messages):
         if isinstance(message.content, list):
             for index, part in enumerate(message.content):
@@ -186,20 +186,20 @@ class Function(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool."""
+    """A tool that the model may call."""
 
     function: Function
     type: Literal["function"] = "function"
 
 
 class FunctionName(msgspec.Struct, frozen=True):
-    """The name of one of the tools."""
+    """The name of a function in `tools`."""
 
     name: str
 
 
 class ForcedTool(msgspec.Struct, frozen=True):
-    """This tool must be called."""
+    """A choice that requires a call of this function."""
 
     function: FunctionName
     type: Literal["function"] = "function"
@@ -212,17 +212,17 @@ Choice = Literal["none", "auto", "required"] | ForcedTool
 def check_tools(
     tools: Sequence[Tool], choice: Choice | None, schema: str = "function.parameters"
 ) -> tuple[str, str]:
-    """Validate the tools and the choice; return both in the form that engines read.
+    """Validate the tools and the choice. Return both in the form that engines expect.
 
-    The tools are JSON, the choice is a word or OpenAI's JSON object. Both are "" if no tool may be called.
-    `schema` is the path of the schema within a tool in the client's request. Raises InvalidInput.
+    The tools are JSON. The choice is a word or JSON. Both are "" if the model may call no tool. `schema` is
+    the path of a function's schema within a tool of the client's request. Raise InvalidInput.
     """
     tool_names = {tool.function.name for tool in tools}
     if isinstance(choice, ForcedTool) and choice.function.name not in tool_names:
         raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
     if choice == "required" and not tool_names:
         raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
-    schemas.check(
+    schemas.check_schemas(
         [(tool.function.parameters or {}, f"tools[{number}].{schema}") for number, tool in enumerate(tools)]
     )
     if not tool_names or choice == "none":
@@ -233,5 +233,5 @@ def check_tools(
 
 
 def encode_json(value: object) -> str:
-    """Return the JSON of a value; structs are supported."""
+    """Return the JSON text of a value; msgspec structs are supported."""
     return msgspec.json.encode(value).decode()

@@ -30,23 +30,23 @@ from operations.models import TERMINAL, Operation, Status
 
 POLL_SECONDS = 1.0
 """Seconds between two lines of progress."""
-_HEADERS = (
+_STREAM_HEADERS = (
     (b"content-type", ollama.LINES_CONTENT_TYPE),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_SUCCESS = {"status": "success"}
+_SUCCESS_LINE = {"status": "success"}
 
 
 class PullFailed(ClusterError):
-    """The import has failed; the message is its reason."""
+    """The import of the model has failed; the message is the reason."""
 
     status = 500
     code = "pull_failed"
 
 
 async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
-    """Import the model if the caller is an administrator; respond with success for a defined model."""
+    """Import the model if the caller is an administrator. For a defined model, respond with success."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), PullBody)
     name = body.model or body.name
@@ -58,8 +58,8 @@ async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
         if not request.principal.is_admin:
             raise
     else:
-        return _answer(body.stream)
-    plan = await _plan(name)
+        return _success_answer(body.stream)
+    plan = await _plan_import(name)
     admission = await in_thread(
         request_import,
         plan,
@@ -70,14 +70,17 @@ async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
     return await progress.wait() if body.stream is False else progress
 
 
-def _answer(stream: bool | None) -> Answer:
+def _success_answer(stream: bool | None) -> Answer:
     if stream is False:
-        return Answer(msgspec.json.encode(_SUCCESS))
-    return Answer(_line({"status": "pulling manifest"}) + _line(_SUCCESS), kind=ollama.LINES_CONTENT_TYPE)
+        return Answer(msgspec.json.encode(_SUCCESS_LINE))
+    return Answer(
+        _render_line({"status": "pulling manifest"}) + _render_line(_SUCCESS_LINE),
+        kind=ollama.LINES_CONTENT_TYPE,
+    )
 
 
-async def _plan(name: str) -> ImportPlan:
-    """Return the import plan of a model of Ollama's registry or of `hf.co/owner/repository:tag`."""
+async def _plan_import(name: str) -> ImportPlan:
+    """Return the import plan of a model at Ollama's registry or of `hf.co/owner/repository:tag`."""
     if len(name.split()) != 1:
         raise InvalidInput("model: must be one name without blanks", field="model")
     settings = conf.cluster()
@@ -92,7 +95,7 @@ async def _plan(name: str) -> ImportPlan:
 
 
 class PullProgress:
-    """The progress of an import, as lines until the import ends."""
+    """The progress of an import operation as lines of JSON, until the operation ends."""
 
     def __init__(self, operation_id: UUID, plan: ImportPlan) -> None:
         self._operation_id = operation_id
@@ -100,27 +103,27 @@ class PullProgress:
         self._digest = f"sha256:{main.sha256}" if main is not None and main.sha256 else ""
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the lines; return the status and the last line."""
+        """Send the progress lines. Return the status and the last line."""
         with Outgoing(send) as client:
-            await client.head(list(_HEADERS))
-            await client.body(_line({"status": "pulling manifest"}))
+            await client.head(list(_STREAM_HEADERS))
+            await client.body(_render_line({"status": "pulling manifest"}))
             async for operation in self._states():
                 if operation.status in TERMINAL:
-                    return 200, _end(operation)
-                await client.body(_line(self._progress(operation)))
-        return 200, _line({"error": "the record of the import was cleared"})
+                    return 200, _render_end(operation)
+                await client.body(_render_line(self._progress(operation)))
+        return 200, _render_line({"error": "the record of the import was cleared"})
 
     async def wait(self) -> Answer:
-        """Wait for the end of the import; raise PullFailed."""
+        """Wait until the import ends. Return the answer for success; raise PullFailed."""
         async for operation in self._states():
             if operation.status == Status.COMPLETED:
-                return _answer(False)
+                return _success_answer(False)
             if operation.status in TERMINAL:
                 raise PullFailed(operation.error or operation.message)
         raise PullFailed("the record of the import was cleared")
 
     async def _states(self) -> AsyncIterator[Operation]:
-        """Yield the operation whenever it may have changed, until its record is deleted."""
+        """Yield the operation each time that it may have changed. Stop if its row is deleted."""
         with gateway.wake_ups().watch(self._operation_id) as watch:
             while True:
                 operation = await in_thread(Operation.objects.filter(pk=self._operation_id).first)
@@ -139,11 +142,11 @@ class PullProgress:
         return line
 
 
-def _end(operation: Operation) -> bytes:
+def _render_end(operation: Operation) -> bytes:
     if operation.status == Status.COMPLETED:
-        return _line(_SUCCESS)
-    return _line({"error": operation.error or operation.message or "the import was cancelled"})
+        return _render_line(_SUCCESS_LINE)
+    return _render_line({"error": operation.error or operation.message or "the import was cancelled"})
 
 
-def _line(value: object) -> bytes:
+def _render_line(value: object) -> bytes:
     return msgspec.json.encode(value) + b"\n"

@@ -33,7 +33,7 @@ from nodes.dialects.responses_input import (
     collect_images,
     convert_items,
     read_items,
-    without_unknown,
+    strip_unknown_items,
 )
 from nodes.gateway import schemas
 from nodes.gateway.generation import (
@@ -47,12 +47,14 @@ from nodes.gateway.generation import (
     total_usage,
 )
 
-_NAMES = {"messages": "input", "response_format": "text", "logprobs": "include"}
-LOGPROBS = "message.output_text.logprobs"
+_CLIENT_FIELD_NAMES = {"messages": "input", "response_format": "text", "logprobs": "include"}
+"""Names of fields in Responses, by the names of the equal fields in OpenAI's chat."""
+LOGPROBS_INCLUDE = "message.output_text.logprobs"
+"""Value of `include` that requests log probabilities."""
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Any text, any JSON object, or JSON of a schema."""
+    """The requested format of the answer: any text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -68,7 +70,7 @@ class TextConfig(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(ResponseBody, kw_only=True):
-    """OpenAI's `response`, which also repeats the request's parameters."""
+    """OpenAI's object `response`, which also repeats parameters of the request."""
 
     has_other_fields: ClassVar[bool] = True
     id: str
@@ -81,7 +83,7 @@ class ResponseObject(ResponseBody, kw_only=True):
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
+    """The body of a request for a response. Other fields of OpenAI's API are ignored or refused by name."""
 
     model: Text
     input: str | Items
@@ -120,11 +122,14 @@ UNSUPPORTED_WITHOUT_STORE = {
 
 
 def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_ITEMS) -> Generation:
-    """Parse the request; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of a request for a response. Raise InvalidInput with the name of the first wrong field.
+
+    `earlier` has the stored items to which the request refers.
+    """
     openai_common.refuse_fields(
         fields, UNSUPPORTED_FIELDS if earlier.is_kept else UNSUPPORTED_FIELDS | UNSUPPORTED_WITHOUT_STORE
     )
-    known_fields = {**fields, "input": without_unknown(fields.get("input"))}
+    known_fields = {**fields, "input": strip_unknown_items(fields.get("input"))}
     body = wire.parse_struct(known_fields, ResponsesBody)
     tools = FunctionTools(body.tools or ())
     functions, wanted_tool = tools.choose(body.tool_choice)
@@ -148,31 +153,31 @@ def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_IT
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
-            grammar=_schema(body.text),
-            logprobs=LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
+            grammar=_response_schema_json(body.text),
+            logprobs=LOGPROBS_INCLUDE in (body.include or ()) or bool(body.top_logprobs),
             top_logprobs=body.top_logprobs or 0,
         ),
         stream=bool(body.stream),
-        names=_NAMES,
-        echo=_echo(body) | {"store": earlier.is_kept and body.store is not False},
+        client_field_names=_CLIENT_FIELD_NAMES,
+        echo=_echoed_fields(body) | {"store": earlier.is_kept and body.store is not False},
         tool_namespaces=tools.namespaces,
     )
 
 
-def _schema(text: TextConfig | None) -> str:
-    """Return the JSON schema of the response, "" if any text is allowed."""
+def _response_schema_json(text: TextConfig | None) -> str:
+    """Return the JSON schema that the response must match, "" if any text is allowed."""
     if text is None or text.format is None or text.format.type == "text":
         return ""
     if text.format.type == "json_object":
         return encode_json({"type": "object"})
     if text.format.schema is None:
         raise InvalidInput("text.format.schema: what the JSON is to be", field="text")
-    schemas.check([(text.format.schema, "text.format.schema")])
+    schemas.check_schemas([(text.format.schema, "text.format.schema")])
     return encode_json(text.format.schema)
 
 
-def _echo(body: ResponsesBody) -> dict[str, Any]:
-    """Return the fields that the response repeats, with OpenAI's defaults for omitted fields."""
+def _echoed_fields(body: ResponsesBody) -> dict[str, Any]:
+    """Return the request's fields that the response repeats, with OpenAI's defaults for omitted fields."""
     format = body.text.format if body.text is not None else None
     return {
         "instructions": body.instructions,
@@ -192,29 +197,31 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
 
 Json = dict[str, Any]
 
-_PREFIXES = {BlockKind.THOUGHT: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
-_EVENT_NAMES = {
+_ID_PREFIX_BY_KIND = {BlockKind.THOUGHT: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+"""Prefix of an output item's id, by the kind of block."""
+_EVENT_NAME_BY_KIND = {
     BlockKind.THOUGHT: "response.reasoning_text",
     BlockKind.TEXT: "response.output_text",
     BlockKind.CALL: "response.function_call_arguments",
 }
+"""Beginning of the names of the events about a block, by the kind of block."""
 
 
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """Return the response body."""
+    """Return the body of a complete response."""
     last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
     return msgspec.json.encode(final_response(head, blocks.collect_blocks(deltas), last))
 
 
 def final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
-    """Return the final `response` object."""
+    """Return the object `response` with its final status and complete output."""
     is_truncated = last.finish == "length"
     status = "incomplete" if is_truncated else "completed"
     items = [
         _render_item(head, block, status if block is response_blocks[-1] else "completed")
         for block in response_blocks
     ]
-    return _response(
+    return _response_object(
         head,
         status,
         items,
@@ -223,7 +230,7 @@ def final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta
     )
 
 
-def _response(head: Head, status: str, output: Sequence[Json], **fields: Any) -> Json:
+def _response_object(head: Head, status: str, output: Sequence[Json], **fields: Any) -> Json:
     return {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -243,7 +250,7 @@ def _response(head: Head, status: str, output: Sequence[Json], **fields: Any) ->
 
 
 def _render_usage(usage: Usage) -> Json:
-    """Return the usage. Required fields that engines do not report are 0."""
+    """Return the token usage in OpenAI's form. Required counts that engines do not report are 0."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached or 0, "cache_write_tokens": 0},
@@ -253,13 +260,13 @@ def _render_usage(usage: Usage) -> Json:
     }
 
 
-def _identity(head: Head, block: Block) -> str:
-    return f"{_PREFIXES[block.kind]}_{head.id}_{block.number}"
+def _item_id(head: Head, block: Block) -> str:
+    return f"{_ID_PREFIX_BY_KIND[block.kind]}_{head.id}_{block.number}"
 
 
 def _render_item(head: Head, block: Block, status: str) -> Json:
-    """Return an item of the output; an item in progress is empty."""
-    identity = _identity(head, block)
+    """Return an item of the output. An item with the status `in_progress` has no content."""
+    identity = _item_id(head, block)
     parts = [] if status == "in_progress" else [_render_part(head, block)]
     if block.kind is BlockKind.THOUGHT:
         return {"id": identity, "type": "reasoning", "status": status, "summary": [], "content": parts}
@@ -280,7 +287,7 @@ def _render_item(head: Head, block: Block, status: str) -> Json:
 
 
 def _render_part(head: Head, block: Block) -> Json:
-    """Return the only part of a message or a thought, with its content so far."""
+    """Return the only part of a message or thought, with the content received until now."""
     if block.kind is BlockKind.THOUGHT:
         return {"type": "reasoning_text", "text": block.content}
     part: Json = {"type": "output_text", "text": block.content, "annotations": []}
@@ -288,7 +295,7 @@ def _render_part(head: Head, block: Block) -> Json:
 
 
 class ResponseEvents:
-    """The stream of one response."""
+    """Renders one streamed response as OpenAI's numbered events."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -296,11 +303,11 @@ class ResponseEvents:
         self._number = 0
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events for the deltas."""
+        """Return the encoded events for these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
     def render_failure(self, error: ClusterError, /) -> bytes:
-        """Return an `error` event, which clients raise, and the response with the content so far."""
+        """Return an `error` event and the failed response with the content received until now."""
         error_fields = wire.error_body(error).error
         events = [self._start_events()] if not self._number else []
         flat_fields = {name: getattr(error_fields, name) for name in ("code", "message", "param")}
@@ -308,7 +315,9 @@ class ResponseEvents:
         items = [_render_item(self._head, block, "incomplete") for block in self._blocks.blocks]
         reason = {"code": "server_error", "message": error_fields.message}
         events.append(
-            self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
+            self._event(
+                "response.failed", response=_response_object(self._head, "failed", items, error=reason)
+            )
         )
         return b"".join(events)
 
@@ -324,14 +333,14 @@ class ResponseEvents:
             yield self._event(f"response.{response['status']}", response=response)
 
     def _start_events(self) -> bytes:
-        response = _response(self._head, "in_progress", [])
+        response = _response_object(self._head, "in_progress", [])
         names = ("response.created", "response.in_progress")
         return b"".join(self._event(name, response=response) for name in names)
 
     def _render_step(self, step: BlockStep, status: str) -> Iterator[bytes]:
-        """Yield the events of one step; `status` is the final status of an item that the step closes."""
-        block, name = step.block, _EVENT_NAMES[step.block.kind]
-        position = {"item_id": _identity(self._head, block), "output_index": block.number}
+        """Yield the events for one change of a block; `status` is the status of a closed item."""
+        block, name = step.block, _EVENT_NAME_BY_KIND[step.block.kind]
+        position = {"item_id": _item_id(self._head, block), "output_index": block.number}
         inner = {} if block.kind is BlockKind.CALL else {"content_index": 0}
         if step.change is BlockChange.OPENED:
             blank = Block(block.number, block.kind, block.call)
@@ -358,7 +367,7 @@ class ResponseEvents:
 
 
 def _final_content(block: Block) -> Mapping[str, Any]:
-    """Return a block's content with the field names of its last event."""
+    """Return the content fields of the event that completes a block."""
     if block.kind is BlockKind.CALL:
         return {"name": block.call.name, "arguments": block.content}
     if block.kind is BlockKind.THOUGHT:

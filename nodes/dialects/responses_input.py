@@ -39,8 +39,7 @@ from nodes.gateway.generation import (
 class Content(msgspec.Struct, frozen=True):
     """A part of an item: a text, a refusal, `input_image` or `input_file`.
 
-    Images (`data:image/png;base64,…`) and files are inline; a file must be plain text. The cluster keeps no
-    files.
+    Images (`data:image/png;base64,…`) and files are inside the request. A file must be plain text.
     """
 
     type: str
@@ -55,9 +54,9 @@ Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A message, a tool call, its result, the model's reasoning, or a reference to one of these.
+    """A message, a tool call, the result of a call, the model's reasoning, or a reference to an item.
 
-    Items about tools of OpenAI's servers are left out.
+    Items about tools that OpenAI's servers run are left out.
     """
 
     type: str = "message"
@@ -72,7 +71,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 Items = Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-_REQUIRED_FIELDS = {
+_REQUIRED_FIELDS_BY_TYPE = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
@@ -80,56 +79,58 @@ _REQUIRED_FIELDS = {
     "custom_tool_call_output": ("call_id", "output"),
     "item_reference": ("id",),
 }
-_USED_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-_KNOWN_TYPES = frozenset({*_REQUIRED_FIELDS, *_USED_TYPES})
-_RESULT_SUFFIXES = ("_output", "_response")
-"""Suffixes of the types of items that hold the result of a tool call."""
+_READABLE_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_KNOWN_ITEM_TYPES = frozenset({*_REQUIRED_FIELDS_BY_TYPE, *_READABLE_ITEM_TYPES})
+_RESULT_TYPE_SUFFIXES = ("_output", "_response")
+"""Suffixes of the types of items that contain the result of a tool call."""
 _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _THOUGHT_ID_PREFIX = "rs_"
-"""Prefix of the ids of thoughts. A conversation may omit thoughts."""
+"""Prefix of the id of a thought. A conversation stays complete if thoughts are missing."""
 
 _NO_STORE_MESSAGE = "nothing is kept here; send the item itself (clients do with `store: false`)"
 
 
 @dataclass(frozen=True)
 class StoredItems:
-    """The stored input and output items that a request refers to."""
+    """Stored input and output items to which a request refers."""
 
     is_kept: bool = False
-    """True if responses are stored for this caller."""
+    """True if the caller's responses are stored."""
     items: Sequence[Mapping[str, Any]] = ()
-    """The conversation that `previous_response_id` continues."""
+    """The items of the conversation that `previous_response_id` continues."""
     by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Items of other responses that the input refers to, by their ids."""
+    """Items of further stored responses to which the input refers, by item id."""
 
 
 NO_STORED_ITEMS = StoredItems()
 
 
 class InputEntry(NamedTuple):
-    """An item that a model can read, with its path in the request."""
+    """An item with its path in the request, for error messages."""
 
     path: str
     item: Item
 
 
-def without_unknown(input_items: Any) -> Any:
-    """Return the input of a request; each item of an unknown type is reduced to its type.
+def strip_unknown_items(input_items: Any) -> Any:
+    """Return the input of a request. Each item of an unknown type is reduced to its type.
 
-    Unknown types may use the same field names with other meanings.
+    An unknown type may use known field names with other meanings.
     """
     if not isinstance(input_items, list):
         return input_items
     return [
         {"type": item["type"]}
-        if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in _KNOWN_TYPES
+        if isinstance(item, dict)
+        and isinstance(item.get("type"), str)
+        and item["type"] not in _KNOWN_ITEM_TYPES
         else item
         for item in input_items
     ]
 
 
 def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STORED_ITEMS) -> list[InputEntry]:
-    """Return the items that a model can read, stored items first; raise InvalidInput for a wrong item.
+    """Return the items that a model can read, the stored items first; raise InvalidInput for a wrong item.
 
     Calls of free-form tools become calls of functions.
     """
@@ -137,26 +138,27 @@ def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STOR
     if isinstance(input_items, str):
         entries.append(InputEntry("input", Item(role="user", content=input_items)))
     else:
-        entries += _resolve(input_items, earlier)
+        entries += _resolve_references(input_items, earlier)
     if len(entries) > MAX_MESSAGES:
-        raise field_error("input", f"at most {MAX_MESSAGES} items with the earlier ones", _TOO_MANY)
+        raise field_error("input", f"at most {MAX_MESSAGES} items with the earlier ones", _TOO_MANY_CODE)
     readable = list(_select_readable(entries))
-    _check_results(readable)
+    _check_result_calls(readable)
     return readable
 
 
-_TOO_MANY = "array_above_max_length"
+_TOO_MANY_CODE = "array_above_max_length"
 
 
 def _parse_stored_item(item: Mapping[str, Any]) -> Item:
     return msgspec.convert(item, Item)
 
 
-def _resolve(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
-    """Yield the items; replace each reference by its stored item.
+def _resolve_references(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
+    """Yield the items. Replace each reference by the stored item.
 
-    A reference is left out if its item is in the conversation anyway, or if it refers to a thought that is
-    not stored and another item follows. Raise InvalidInput for any other reference without a stored item.
+    A reference is left out in two cases: the conversation already contains the item, or the reference means a
+    thought that is not stored and another item follows. Raise InvalidInput for any other reference without a
+    stored item.
     """
     present = {item.id for item in items if item.type != "item_reference"}
     present |= {item.get("id") for item in earlier.items}
@@ -181,7 +183,7 @@ def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
     """
     unread_result = ""
     for path, item in entries:
-        for name in _REQUIRED_FIELDS.get(item.type, ()):
+        for name in _REQUIRED_FIELDS_BY_TYPE.get(item.type, ()):
             if getattr(item, name) is None:
                 raise field_error(f"{path}.{name}", f"an item of the type {item.type[:64]} needs it")
         if item.type == "custom_tool_call":
@@ -189,8 +191,8 @@ def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
             item = msgspec.structs.replace(item, type="function_call", arguments=arguments)
         elif item.type == "custom_tool_call_output":
             item = msgspec.structs.replace(item, type="function_call_output")
-        elif item.type not in _USED_TYPES:
-            unread_result = path if item.type.endswith(_RESULT_SUFFIXES) else unread_result
+        elif item.type not in _READABLE_ITEM_TYPES:
+            unread_result = path if item.type.endswith(_RESULT_TYPE_SUFFIXES) else unread_result
             continue
         if item.type == "message":
             unread_result = ""
@@ -202,7 +204,7 @@ def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
 
 
 def _check_parts(item: Item, path: str) -> None:
-    """Raise InvalidInput for a part that no model can read; parts in the model's own messages are allowed."""
+    """Raise InvalidInput for a part that no model can read. The model's own messages may have such parts."""
     if item.type == "reasoning" or item.role == "assistant":
         return
     for name, content in (("content", item.content), ("output", item.output)):
@@ -215,16 +217,16 @@ def _check_parts(item: Item, path: str) -> None:
                 raise field_error(f"{part_path}.type", f"no model here reads {kind!r}", "unsupported_value")
 
 
-_TEXT_FILE_HEAD = re.compile(
+_TEXT_FILE_HEAD_PATTERN = re.compile(
     r"data:(text/[a-z0-9.+-]+|application/json)(;charset=utf-8)?;base64", re.IGNORECASE
 )
 
 
 def _file_text(part: Content, path: str) -> str:
-    """Return the text of a file inside the request; raise InvalidInput for any other file."""
+    """Return the text of a plain text file inside the request; raise InvalidInput for any other file."""
     head, _, data = (part.file_data or "").partition(",")
     try:
-        if not _TEXT_FILE_HEAD.fullmatch(head):
+        if not _TEXT_FILE_HEAD_PATTERN.fullmatch(head):
             raise ValueError
         text = base64.b64decode(data, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -233,8 +235,8 @@ def _file_text(part: Content, path: str) -> str:
     return f"{part.filename}\n{text}" if part.filename else text
 
 
-def _check_results(entries: Iterable[InputEntry]) -> None:
-    """Raise InvalidInput for the result of a tool call if no item before it has the call."""
+def _check_result_calls(entries: Iterable[InputEntry]) -> None:
+    """Raise InvalidInput for the result of a tool call whose call does not precede it."""
     calls = set()
     for path, item in entries:
         if item.type == "function_call":
@@ -245,7 +247,7 @@ def _check_results(entries: Iterable[InputEntry]) -> None:
 
 
 def convert_items(instructions: str | None, entries: Sequence[InputEntry]) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form."""
+    """Yield the items as messages in the form that engines expect."""
     if instructions:
         yield ConversationMessage("system", instructions)
     answer: list[Item] = []
@@ -276,7 +278,7 @@ def _input_message(item: Item) -> ConversationMessage:
 
 
 def _assistant_message(items: Sequence[Item]) -> Iterator[ConversationMessage]:
-    """Yield the message for the items of one earlier response; thoughts alone yield none."""
+    """Yield the message for the items of one earlier response, none if it has only thoughts."""
     calls = [
         ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
         for item in items
@@ -304,7 +306,7 @@ def _part_text(part: Content) -> str | None:
 
 
 def collect_images(entries: Sequence[InputEntry]) -> tuple[str, ...]:
-    """Return the base64 data of the images; raise InvalidInput for a broken image or an image URL."""
+    """Return the base64 data of the images. Raise InvalidInput for invalid base64 or another URL."""
     return tuple(
         openai_messages.parse_image_url(part.image_url or "", f"{path}.{name}[{index}]")
         for path, item in entries
@@ -326,14 +328,17 @@ class FlatTool(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AllowedTool(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of the tools that may be called."""
+    """A tool in the choice `allowed_tools`."""
 
     type: str
     name: str | None = None
 
 
 class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The function that must be called, or with the type `allowed_tools` those that may be."""
+    """The client's choice of tools.
+
+    It names the function that must be called, or with the type `allowed_tools` the tools that may be called.
+    """
 
     type: str
     name: str | None = None
@@ -347,15 +352,15 @@ RequestedChoice = Literal["none", "auto", "required"] | FlatChoice | None
 class FunctionTools:
     """The functions among the tools of a request.
 
-    Each function of a namespace gets a name that is unique in the request. Tools of other types are left out,
-    because they run on OpenAI's servers.
+    A function in a namespace gets a name that is unique in the request. Tools of other types are left out,
+    because OpenAI's servers run them.
     """
 
     def __init__(self, listed: Sequence[Mapping[str, Any]]) -> None:
         self.functions: list[Tool] = []
         self.namespaces: dict[str, tuple[str, str]] = {}
         """Function name in the request -> the namespace and the name in it."""
-        self.others: list[str] = []
+        self.other_types: list[str] = []
         namespaces: list[tuple[Mapping[str, Any], str]] = []
         for number, tool in enumerate(listed):
             path, kind = f"tools[{number}]", tool.get("type")
@@ -366,7 +371,7 @@ class FunctionTools:
             elif kind == "function":
                 self._add_function(wire.parse_part(tool, FlatTool, path))
             else:
-                self.others.append(kind)
+                self.other_types.append(kind)
         # Last, because a function without a namespace keeps its name.
         for tool, path in namespaces:
             self._add_namespace(tool, path)
@@ -382,7 +387,7 @@ class FunctionTools:
             if not isinstance(entry, dict):
                 raise field_error(entry_path, "a tool is an object", "invalid_type")
             if entry.get("type") != "function":
-                self.others.append(str(entry.get("type")))
+                self.other_types.append(str(entry.get("type")))
                 continue
             function = wire.parse_part(entry, FlatTool, entry_path)
             name = self._free_name(space, function.name)
@@ -390,11 +395,11 @@ class FunctionTools:
             self._add_function(msgspec.structs.replace(function, name=name))
 
     def _free_name(self, space: str, name: str) -> str:
-        """Return a name for a function of a namespace that no other function in the request has."""
+        """Return a name for the function `name` of a namespace that no other function of the request has."""
         taken = {tool.function.name for tool in self.functions}
         if name not in taken:
             return name
-        long_name = _UNSAFE.sub("_", f"{space}__{name}")[-64:]
+        long_name = _UNSAFE_CHARACTER_PATTERN.sub("_", f"{space}__{name}")[-64:]
         numbered = (f"{long_name[-60:]}_{number}" for number in range(2, MAX_TOOLS + 3))
         return next((free for free in (long_name, *numbered) if free not in taken), long_name)
 
@@ -404,12 +409,12 @@ class FunctionTools:
         )
 
     def choose(self, wanted: RequestedChoice) -> tuple[Sequence[Tool], Choice | None]:
-        """Return the functions that may be called, and the choice in OpenAI's older form.
+        """Return the functions that the model may call, and the choice in the form of OpenAI's chat.
 
-        Raises InvalidInput if the request has tools but no function, or requires a tool that is left out.
+        Raise InvalidInput if the request has tools but no function, or requires a tool that is left out.
         """
-        if self.others and not self.functions and wanted != "none":
-            kinds = ", ".join(sorted(set(self.others)))[:100]
+        if self.other_types and not self.functions and wanted != "none":
+            kinds = ", ".join(sorted(set(self.other_types)))[:100]
             raise field_error("tools", f"none of these can be run here: {kinds}", "unsupported_value")
         if not isinstance(wanted, FlatChoice):
             return self.functions, wanted
@@ -422,7 +427,7 @@ class FunctionTools:
         return self.functions, ForcedTool(FunctionName(names[0] if names else wanted.name))
 
     def _allowed_functions(self, wanted: FlatChoice) -> tuple[Sequence[Tool], Choice | None]:
-        """Return the functions that the request allows; with the mode `auto` there may be none."""
+        """Return the functions that `allowed_tools` allows. With the mode `auto` there may be none."""
         if wanted.mode is None or not wanted.tools:
             raise field_error("tool_choice", "`allowed_tools` needs `mode` and `tools`")
         allowed = set()
@@ -447,4 +452,4 @@ class FunctionTools:
         return own or inner
 
 
-_UNSAFE = re.compile("[^a-zA-Z0-9_-]")
+_UNSAFE_CHARACTER_PATTERN = re.compile("[^a-zA-Z0-9_-]")

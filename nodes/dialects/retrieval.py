@@ -32,14 +32,14 @@ from nodes.gateway.request import InferenceRequest, node_header
 
 MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024
-TRUNCATE = "truncate"
-"""Request metadata: `false` if the engine must refuse a text that exceeds the context of the model."""
+TRUNCATE_METADATA = "truncate"
+"""Request metadata: with `false` the engine must refuse a text that is longer than the model's context."""
 CONCURRENT_TEXTS = 8
-"""Maximum number of parallel calls of one request on its replica; each call has one text."""
+"""Maximum number of texts of one request that its replica embeds in parallel."""
 
 
 class WrongDimensions(InvalidInput):
-    """The model makes vectors of another length."""
+    """The model returned vectors of another length than the request requires."""
 
     code = "invalid_dimensions"
 
@@ -47,7 +47,7 @@ class WrongDimensions(InvalidInput):
 Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1)]
 Texts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
 Input = str | tuple[int, ...]
-"""A text, or its token ids."""
+"""A text, or the token ids of a text."""
 
 
 class EmbeddingBody(ResponseBody, kw_only=True):
@@ -71,7 +71,7 @@ class EmbeddingsResponse(ResponseBody, kw_only=True):
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of a request. Its fields are checked in this order, and the API document shows them."""
+    """The body of an embeddings request. The order of the fields is the order of their checks."""
 
     encoding_format: Literal["float", "base64"] | None = "float"
     user: str | None = None
@@ -91,7 +91,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def inputs(self) -> list[Input]:
-        """The input as a list; raises InvalidInput for a list of mixed types."""
+        """The texts or lists of token ids. Raise InvalidInput for a list of mixed types."""
         if isinstance(self.input, str):
             return [self.input]
         ids = [item for item in self.input if isinstance(item, int)]
@@ -105,7 +105,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
-    """Check a request's fields; raise InvalidInput with the name of the first wrong field."""
+    """Parse the body of an embeddings request. Raise InvalidInput with the name of the first wrong field."""
     body = wire.parse_struct(fields, EmbeddingsBody)
     texts = [item for item in body.inputs if isinstance(item, str)]
     if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in texts):
@@ -114,13 +114,13 @@ def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
 
 
 async def embed(request: InferenceRequest) -> Answer:
-    """Create the embeddings of one request."""
+    """Respond with the embedding of each text, in OpenAI's form."""
     body = parse_request(wire.parse_json_object(request.body))
     results = await compute_embeddings(request, body, truncate=False)
     return Answer(render_response(body, results), headers=tuple(node_header(request)))
 
 
-_NO_TOKEN_IDS = (
+_NO_TOKEN_IDS_MESSAGE = (
     "this model takes texts; token ids belong to one tokenizer, and a definition has to say that clients use"
     " the model's (`token_ids: true`). LangChain sends texts with check_embedding_ctx_length=False"
 )
@@ -129,21 +129,21 @@ _NO_TOKEN_IDS = (
 async def compute_embeddings(
     request: InferenceRequest, body: EmbeddingsBody, *, truncate: bool, field: str = "input"
 ) -> Sequence[EmbeddingResult]:
-    """Return an embedding of each input from one replica; raise InvalidInput if its form is wrong.
+    """Return the embedding of each input from one replica; raise InvalidInput if an input is refused.
 
-    Without `truncate` the engine refuses a text that is too long for the model. `field` is the name of the
-    field in the client's request.
+    Without `truncate` the engine refuses a text that is longer than the model's context. `field` is the name
+    of the texts in the client's request.
     """
     definition = await find_definition(body.model)
     request.model = definition.name
     if not definition.takes_token_ids and any(isinstance(item, tuple) for item in body.inputs):
-        raise wire.field_error(field, _NO_TOKEN_IDS, "unsupported_value")
+        raise wire.field_error(field, _NO_TOKEN_IDS_MESSAGE, "unsupported_value")
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
-    options.Metadata[TRUNCATE] = "true" if truncate else "false"
+    options.Metadata[TRUNCATE_METADATA] = "true" if truncate else "false"
     if "numpy" not in sys.modules:  # it takes 100 ms and 10 MB, and only embeddings need it
         await asyncio.to_thread(import_module, "numpy")
     try:
-        results = await _call_replica(request, options, body.inputs)
+        results = await _embed_on_replica(request, options, body.inputs)
     except InvalidInput as refusal:
         refusal.field = refusal.field or field
         raise
@@ -152,28 +152,28 @@ async def compute_embeddings(
     return results
 
 
-async def _call_replica(
+async def _embed_on_replica(
     request: InferenceRequest, options: PredictOptions, texts: Sequence[Input]
 ) -> Sequence[EmbeddingResult]:
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine:
-            return await _call_engine(engine, options, texts, request.deadline)
+            return await _embed_texts(engine, options, texts, request.deadline)
 
 
-async def _call_engine(
+async def _embed_texts(
     engine: BackendClient, options: PredictOptions, texts: Sequence[Input], deadline: float
 ) -> Sequence[EmbeddingResult]:
-    """Make one call for each text, up to `CONCURRENT_TEXTS` at a time.
+    """Make one call for each text, at most `CONCURRENT_TEXTS` in parallel.
 
-    The first failure cancels the other calls.
+    The first failure cancels all calls.
     """
     if len(texts) == 1:
-        return [await _call(engine, options, texts[0], deadline)]
+        return [await _embed_text(engine, options, texts[0], deadline)]
     results: list[EmbeddingResult] = [EmbeddingResult()] * len(texts)
     waiting = iter(enumerate(texts))
     callers = [
-        asyncio.ensure_future(_call_each(engine, options, waiting, results, deadline))
+        asyncio.ensure_future(_embed_waiting_texts(engine, options, waiting, results, deadline))
         for _ in range(min(CONCURRENT_TEXTS, len(texts)))
     ]
     try:
@@ -183,7 +183,7 @@ async def _call_engine(
     return results
 
 
-async def _call_each(
+async def _embed_waiting_texts(
     engine: BackendClient,
     options: PredictOptions,
     waiting: Iterator[tuple[int, Input]],
@@ -191,10 +191,10 @@ async def _call_each(
     deadline: float,
 ) -> None:
     for index, text in waiting:
-        results[index] = await _call(engine, options, text, deadline)
+        results[index] = await _embed_text(engine, options, text, deadline)
 
 
-async def _call(
+async def _embed_text(
     engine: BackendClient, options: PredictOptions, text: Input, deadline: float
 ) -> EmbeddingResult:
     remaining = deadline - clock.monotonic()
@@ -206,7 +206,7 @@ async def _call(
 
 
 def _check_result(result: EmbeddingResult, dimensions: int | None) -> None:
-    """Raise InvalidInput if the model did not return one vector for each text, of the requested length."""
+    """Raise InvalidInput unless the model returned one vector for each text, with the requested length."""
     if result.layout == EMBEDDING_LAYOUT_PER_TOKEN:
         raise InvalidInput("this model gives one vector for each token, not one for each text", field="model")
     if dimensions is not None and dimensions != len(result.embeddings):
@@ -217,7 +217,7 @@ def _check_result(result: EmbeddingResult, dimensions: int | None) -> None:
 
 
 def render_response(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
-    """Return the response body."""
+    """Return the body of an embeddings response in OpenAI's form."""
     tokens = count_tokens(results)
     is_base64 = body.encoding_format == "base64"
     data = [
@@ -237,9 +237,9 @@ def count_tokens(results: Sequence[EmbeddingResult]) -> int:
 
 
 def vector_json(numbers: Sequence[float]) -> Any:
-    """Return the vector as JSON, in single precision, as the engine sent it.
+    """Return a vector as JSON in single precision.
 
-    Each number has the fewest digits that parse to the same number.
+    Each number has the fewest digits that parse to the number that the engine sent.
     """
     import numpy as np
 
@@ -248,7 +248,7 @@ def vector_json(numbers: Sequence[float]) -> Any:
 
 
 def _encode_base64(numbers: Sequence[float]) -> str:
-    """Return base64 of little-endian float32, as the openai client decodes it."""
+    """Return the base64 of little-endian float32 numbers, the form that OpenAI's client decodes."""
     import numpy as np
 
     return base64.b64encode(np.array(numbers, dtype="<f4").tobytes()).decode()
@@ -267,24 +267,24 @@ class OlderEmbedResponse(ResponseBody):
 
 
 class EmbedBody(msgspec.Struct, frozen=True):
-    """The body of a request. Other fields of Ollama's are ignored."""
+    """The body of a request to `/api/embed`. Other fields of Ollama's API are ignored."""
 
     model: Text
     input: Text | list[Text]
     dimensions: PositiveInt | None = None
     truncate: bool | None = None
-    """False: a text that is longer than the model reads is an error."""
+    """False if a text that is longer than the model's context is an error."""
 
 
 class OlderEmbedBody(msgspec.Struct, frozen=True):
-    """The body of a request in the older form."""
+    """The body of a request to the older route `/api/embeddings`."""
 
     model: Text
     prompt: Text
 
 
 async def ollama_embed(request: InferenceRequest) -> Answer:
-    """Respond with a vector for each text."""
+    """Respond with the embedding of each text, in Ollama's form."""
     started_at = clock.monotonic()
     body = wire.parse_struct(wire.parse_json_object(request.body), EmbedBody)
     fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
@@ -299,7 +299,7 @@ async def ollama_embed(request: InferenceRequest) -> Answer:
 
 
 async def ollama_embed_one(request: InferenceRequest) -> Answer:
-    """Respond with the vector of one text."""
+    """Respond with the embedding of one text, in the form of Ollama's older route."""
     body = wire.parse_struct(wire.parse_json_object(request.body), OlderEmbedBody)
     try:
         body_for_vectors = parse_request({"model": body.model, "input": body.prompt})
@@ -315,7 +315,7 @@ MAX_DOCUMENTS = 2048
 
 
 class RerankDocument(msgspec.Struct, frozen=True):
-    """A document."""
+    """A document to rank."""
 
     text: str
 
@@ -342,7 +342,7 @@ class RerankResponse(ResponseBody):
 
 
 class RerankBody(msgspec.Struct, frozen=True):
-    """The body of a request."""
+    """The body of a rerank request."""
 
     model: Text
     query: Text
@@ -352,16 +352,16 @@ class RerankBody(msgspec.Struct, frozen=True):
 
     @property
     def texts(self) -> list[str]:
-        """The documents' texts."""
+        """The texts of the documents."""
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 async def rerank(request: InferenceRequest) -> Answer:
-    """Rank the documents of one request."""
-    return wire.json_answer(render_ranking(*await _rank(request)), headers=node_header(request))
+    """Respond with the documents ranked by their relevance to the query."""
+    return wire.json_answer(render_ranking(*await _rank_documents(request)), headers=node_header(request))
 
 
-async def _rank(request: InferenceRequest) -> tuple[RerankBody, RerankResult]:
+async def _rank_documents(request: InferenceRequest) -> tuple[RerankBody, RerankResult]:
     body = wire.parse_struct(wire.parse_json_object(request.body), RerankBody)
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -386,8 +386,8 @@ class CohereRerankResponse(ResponseBody, kw_only=True):
 
 
 async def cohere_rerank(request: InferenceRequest) -> Answer:
-    """Rank the documents of one request in the form of Cohere's second API."""
-    body, result = await _rank(request)
+    """Respond with the ranked documents in the form of Cohere's API, version 2."""
+    body, result = await _rank_documents(request)
     entries = [
         CohereEntry(entry.index, entry.relevance_score) for entry in render_ranking(body, result).results
     ]
@@ -397,7 +397,7 @@ async def cohere_rerank(request: InferenceRequest) -> Answer:
 
 
 def render_ranking(body: RerankBody, result: RerankResult) -> RerankResponse:
-    """Return the response: the best documents first, at most `top_n` even if the engine returns more."""
+    """Return the response with the best documents first, at most `top_n`, even if the engine returns more."""
     best = sorted(result.results, key=lambda document: document.relevance_score, reverse=True)
     has_documents = body.return_documents is not False
     entries = [

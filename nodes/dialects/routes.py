@@ -30,7 +30,7 @@ from nodes.dialects import (
 )
 from nodes.dialects.openai_common import MAX_BODY_BYTES
 from nodes.gateway import streams
-from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
+from nodes.gateway.endpoint import Endpoint, Handler, is_anthropic_client
 from nodes.gateway.generation import Dialect, Head
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream
@@ -38,59 +38,62 @@ from nodes.gateway.streams import EventStream
 
 @dataclass(frozen=True)
 class Envelope:
-    """The form of the errors of a dialect."""
+    """The form of errors in one dialect: a function that renders an error, and the struct of its body."""
 
     render: Callable[[ClusterError], Answer]
     body: type[wire.ResponseBody]
 
 
-OPENAI = Envelope(wire.error_answer, wire.ErrorBody)
-ANTHROPIC = Envelope(anthropic.render_error, anthropic.AnthropicErrorBody)
-OLLAMA = Envelope(ollama.render_error, ollama.OllamaErrorBody)
+OPENAI_ENVELOPE = Envelope(wire.error_answer, wire.ErrorBody)
+ANTHROPIC_ENVELOPE = Envelope(anthropic.render_error, anthropic.AnthropicErrorBody)
+OLLAMA_ENVELOPE = Envelope(ollama.render_error, ollama.OllamaErrorBody)
 ERROR_STATUSES = (400, 401, 403, 404, 413, 429, 500, 503)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One route. `limit` is the maximum size of its body in bytes; None for the default limit."""
+    """One inference route: its handler, limits, error envelope and texts of the API document."""
 
     name: str
     """Operation id in the API document."""
     summary: str
     handler: Handler
     method: str = "POST"
-    limit: int | None = MAX_BODY_BYTES
-    form: bool = False
-    envelope: Envelope = OPENAI
+    max_body_bytes: int | None = MAX_BODY_BYTES
+    """Maximum bytes of a body; None for the default limit."""
+    has_form: bool = False
+    """True if the body is a form with files."""
+    envelope: Envelope = OPENAI_ENVELOPE
     body: type[msgspec.Struct] | None = None
     response: type[wire.ResponseBody] | None = None
     other_kinds: tuple[str, ...] = ()
-    """Content types of responses other than JSON."""
+    """Content types of responses that are not JSON."""
     description: str = ""
-    meaning: str = "The answer."
+    response_meaning: str = "The answer."
+    """Description of the response with status 200 in the API document."""
     errors: tuple[int, ...] = ERROR_STATUSES
     is_shared: bool = False
-    """True if clients of Anthropic's API also use the route, with their own error form."""
-    others: tuple["Route", ...] = ()
-    """Routes of other methods on the same path; they share its limits and envelope."""
+    """True if clients of Anthropic's API also use the route. They get errors in Anthropic's form."""
+    other_methods: tuple["Route", ...] = ()
+    """Routes of further HTTP methods on the path. The limits and the envelope of this route apply to them."""
 
     @property
     def endpoint(self) -> Endpoint:
-        """The ASGI application of the route."""
+        """The ASGI application that serves the route."""
         return Endpoint(
             self.method,
             self.handler,
-            self.limit,
-            self.form,
+            self.max_body_bytes,
+            self.has_form,
             self.envelope.render,
-            self.envelope is OLLAMA,
+            self.envelope is OLLAMA_ENVELOPE,
             anthropic.render_error if self.is_shared else None,
-            {route.method: route.handler for route in self.others},
+            {route.method: route.handler for route in self.other_methods},
         )
 
 
 Shortcut = Callable[[InferenceRequest, Mapping[str, Any]], Awaitable[Answer | None]]
-"""Answers requests that need no generated text; returns None for all other requests."""
+"""Answers a request that needs no generated text; returns None for every other request."""
 
 
 def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Handler:
@@ -107,12 +110,18 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
     return answer
 
 
-def _reading_route(
+def _get_route(
     name: str, summary: str, handler: Handler, response: type[wire.ResponseBody], **others: Any
 ) -> Route:
-    """Return a GET route."""
+    """Return a route for the method GET."""
     return Route(
-        name=name, summary=summary, handler=handler, response=response, method="GET", limit=None, **others
+        name=name,
+        summary=summary,
+        handler=handler,
+        response=response,
+        method="GET",
+        max_body_bytes=None,
+        **others,
     )
 
 
@@ -120,36 +129,36 @@ def _speech_route(name: str, summary: str, *, has_node_header: bool) -> Route:
     return Route(
         name=name,
         summary=summary,
-        handler=audio.speech(has_node_header=has_node_header),
-        limit=wire.MAX_BODY,
+        handler=audio.speech_handler(has_node_header=has_node_header),
+        max_body_bytes=wire.MAX_BODY,
         body=audio.SpeechBody,
         other_kinds=_AUDIO_CONTENT_TYPES,
         description=_SPEECH_DESCRIPTION,
     )
 
 
-_EVENTS = ("text/event-stream",)
-_LINES = ("application/x-ndjson",)
-_OPENAI_STREAM = (
+_EVENT_STREAM_TYPES = ("text/event-stream",)
+_JSON_LINES_TYPES = ("application/x-ndjson",)
+_OPENAI_STREAM_DESCRIPTION = (
     "With `stream`, server-sent events: chunks, then `data: [DONE]`. What fails before the first of them is a"
     " refusal with its status; after that it is an event with `error`. Comments keep the connection alive."
 )
-_ANTHROPIC_STREAM = (
+_ANTHROPIC_STREAM_DESCRIPTION = (
     "With `stream`, events from `message_start` to `message_stop`, and `ping` while the engine thinks. A"
     " failure after the first of them is an event `error`. `anthropic-version` is accepted and not looked at."
 )
-_RESPONSES_STREAM = (
+_RESPONSES_STREAM_DESCRIPTION = (
     "With `stream`, events from `response.created` to `response.completed`. A failure after the first of them"
     " is `error`, then `response.failed`. Responses are stored only if the operator permits it; otherwise"
     " `store` is answered with false, and a reference to an earlier response is refused."
 )
-_OLLAMA_STREAM = (
+_OLLAMA_STREAM_DESCRIPTION = (
     "Streams unless `stream` is false: a line of JSON for each piece. A failure after the first is a line"
     " with `error`. Without a prompt or message the model is loaded, with `keep_alive` 0 unloaded, which only"
     " administrators may do; otherwise `keep_alive` and options about loading are ignored."
 )
 UNPROVED_NOTE = "Tried with scripted engines only, so far with no real one."
-"""Note in descriptions of routes: no example engine supports audio or images."""
+"""Note in descriptions of audio and image routes: no example engine supports them."""
 _SPEECH_DESCRIPTION = (
     "The engine's sound, not converted. With `stream` it is sent while it is made; what fails"
     " after the first byte ends the connection. " + UNPROVED_NOTE
@@ -158,15 +167,15 @@ _AUDIO_CONTENT_TYPES = tuple(
     kind.decode() for kind in dict.fromkeys((*audio.CONTENT_TYPES.values(), audio.UNKNOWN_CONTENT_TYPE))
 )
 
-_V1_ROUTES: Mapping[str, Route] = {
+_V1_ROUTE_BY_PATH: Mapping[str, Route] = {
     "/chat/completions": Route(
         name="create_chat_completion",
         summary="Answer a conversation",
         handler=generation_handler(openai.CHAT),
         body=openai.ChatBody,
         response=openai.ChatResponse,
-        other_kinds=_EVENTS,
-        description=_OPENAI_STREAM,
+        other_kinds=_EVENT_STREAM_TYPES,
+        description=_OPENAI_STREAM_DESCRIPTION,
     ),
     "/completions": Route(
         name="create_completion",
@@ -174,8 +183,8 @@ _V1_ROUTES: Mapping[str, Route] = {
         handler=generation_handler(openai.COMPLETIONS),
         body=openai.CompletionBody,
         response=openai.CompletionResponse,
-        other_kinds=_EVENTS,
-        description=_OPENAI_STREAM,
+        other_kinds=_EVENT_STREAM_TYPES,
+        description=_OPENAI_STREAM_DESCRIPTION,
     ),
     "/responses": Route(
         name="create_response",
@@ -183,26 +192,26 @@ _V1_ROUTES: Mapping[str, Route] = {
         handler=stored_responses.create,
         body=responses.ResponsesBody,
         response=responses.ResponseObject,
-        other_kinds=_EVENTS,
-        description=_RESPONSES_STREAM,
+        other_kinds=_EVENT_STREAM_TYPES,
+        description=_RESPONSES_STREAM_DESCRIPTION,
     ),
-    "/responses/{response_id}": _reading_route(
+    "/responses/{response_id}": _get_route(
         "get_response",
         "Show a stored response",
         stored_responses.show,
         responses.ResponseObject,
-        meaning="The response.",
+        response_meaning="The response.",
         errors=(401, 403, 404, 429, 500, 503),
-        others=(
+        other_methods=(
             Route(
                 name="delete_response",
                 summary="Delete a stored response",
                 handler=stored_responses.delete,
                 method="DELETE",
-                limit=None,
+                max_body_bytes=None,
                 response=stored_responses.DeletedResponse,
                 description="A conversation that it is a part of cannot be continued any more.",
-                meaning="It is deleted.",
+                response_meaning="It is deleted.",
                 errors=(401, 403, 404, 429, 500, 503),
             ),
         ),
@@ -211,17 +220,17 @@ _V1_ROUTES: Mapping[str, Route] = {
         name="create_message",
         summary="Answer a conversation (Anthropic)",
         handler=generation_handler(anthropic.DIALECT),
-        envelope=ANTHROPIC,
+        envelope=ANTHROPIC_ENVELOPE,
         body=anthropic.MessagesBody,
         response=anthropic.MessageResponse,
-        other_kinds=_EVENTS,
-        description=_ANTHROPIC_STREAM,
+        other_kinds=_EVENT_STREAM_TYPES,
+        description=_ANTHROPIC_STREAM_DESCRIPTION,
     ),
     "/messages/count_tokens": Route(
         name="count_message_tokens",
         summary="Count the tokens of a conversation (Anthropic)",
         handler=tokens.count_tokens,
-        envelope=ANTHROPIC,
+        envelope=ANTHROPIC_ENVELOPE,
         body=anthropic.CountBody,
         response=tokens.CountResponse,
         description="Images are not counted.",
@@ -254,30 +263,30 @@ _V1_ROUTES: Mapping[str, Route] = {
         name="create_embeddings",
         summary="Create embeddings",
         handler=retrieval.embed,
-        limit=None,
+        max_body_bytes=None,
         body=retrieval.EmbeddingsBody,
         response=retrieval.EmbeddingsResponse,
-        meaning="The vectors.",
+        response_meaning="The vectors.",
         errors=(400, 401, 403, 404, 429, 500, 503),
     ),
-    "/models": _reading_route(
+    "/models": _get_route(
         "list_models",
         "List models",
         models.list_models,
         models.ModelsResponse,
         is_shared=True,
-        meaning="The models.",
+        response_meaning="The models.",
         errors=(401, 403, 429, 500, 503),
     ),
     "/audio/transcriptions": Route(
         name="transcribe",
         summary="Write down speech",
         handler=audio.transcribe,
-        limit=audio.MAX_BODY_BYTES,
-        form=True,
+        max_body_bytes=audio.MAX_BODY_BYTES,
+        has_form=True,
         body=audio.TranscriptionBody,
         response=audio.TranscriptResponse,
-        other_kinds=("text/plain", "application/x-subrip", "text/vtt", *_EVENTS),
+        other_kinds=("text/plain", "application/x-subrip", "text/vtt", *_EVENT_STREAM_TYPES),
         description="The file is read by the model's engine. With `stream`, server-sent events: pieces, then"
         " all of the text, then `data: [DONE]`. " + UNPROVED_NOTE,
     ),
@@ -288,15 +297,15 @@ _V1_ROUTES: Mapping[str, Route] = {
         name="create_images",
         summary="Make images",
         handler=images.generate,
-        limit=wire.MAX_BODY,
+        max_body_bytes=wire.MAX_BODY,
         body=images.ImagesBody,
         response=images.ImagesResponse,
         description=f"One after the other, each with the next seed. {UNPROVED_NOTE}",
     ),
 }
-"""Routes that exist with and without the prefix `/v1`."""
+"""Routes that exist with and without the path prefix `/v1`."""
 
-_OTHER_ROUTES: dict[str, Route] = {
+_OTHER_ROUTE_BY_PATH: dict[str, Route] = {
     "/v2/rerank": Route(
         name="cohere_rerank",
         summary="Order documents by relevance (Cohere)",
@@ -305,13 +314,13 @@ _OTHER_ROUTES: dict[str, Route] = {
         response=retrieval.CohereRerankResponse,
         description="The most relevant one first, without its text.",
     ),
-    models.MODEL_PREFIX + "{model}": _reading_route(
+    models.MODEL_PREFIX + "{model}": _get_route(
         "get_model",
         "Show one model",
         models.show_model,
         models.ModelBody,
         is_shared=True,
-        meaning="The model.",
+        response_meaning="The model.",
         errors=(401, 403, 404, 429, 500, 503),
     ),
     "/tts": _speech_route("speak", "Say a text", has_node_header=False),
@@ -319,28 +328,28 @@ _OTHER_ROUTES: dict[str, Route] = {
         name="ollama_chat",
         summary="Answer a conversation (Ollama)",
         handler=generation_handler(ollama.CHAT, models.load_for_chat),
-        envelope=OLLAMA,
+        envelope=OLLAMA_ENVELOPE,
         body=ollama.OllamaChatBody,
         response=ollama.OllamaChatResponse,
-        other_kinds=_LINES,
-        description=_OLLAMA_STREAM,
+        other_kinds=_JSON_LINES_TYPES,
+        description=_OLLAMA_STREAM_DESCRIPTION,
     ),
     "/api/generate": Route(
         name="ollama_generate",
         summary="Answer a prompt (Ollama)",
         handler=generation_handler(ollama.GENERATE, models.load_for_prompt),
-        envelope=OLLAMA,
+        envelope=OLLAMA_ENVELOPE,
         body=ollama.GenerateBody,
         response=ollama.OllamaGenerateResponse,
-        other_kinds=_LINES,
-        description=_OLLAMA_STREAM,
+        other_kinds=_JSON_LINES_TYPES,
+        description=_OLLAMA_STREAM_DESCRIPTION,
     ),
     "/api/embed": Route(
         name="ollama_embed",
         summary="Create embeddings (Ollama)",
         handler=retrieval.ollama_embed,
-        limit=None,
-        envelope=OLLAMA,
+        max_body_bytes=None,
+        envelope=OLLAMA_ENVELOPE,
         body=retrieval.EmbedBody,
         response=retrieval.EmbedResponse,
     ),
@@ -348,55 +357,55 @@ _OTHER_ROUTES: dict[str, Route] = {
         name="ollama_embeddings",
         summary="Create one embedding (Ollama, older)",
         handler=retrieval.ollama_embed_one,
-        limit=None,
-        envelope=OLLAMA,
+        max_body_bytes=None,
+        envelope=OLLAMA_ENVELOPE,
         body=retrieval.OlderEmbedBody,
         response=retrieval.OlderEmbedResponse,
     ),
     "/api/show": Route(
         name="ollama_show",
         summary="Show one model (Ollama)",
-        handler=models.show,
-        limit=None,
-        envelope=OLLAMA,
+        handler=models.show_details,
+        max_body_bytes=None,
+        envelope=OLLAMA_ENVELOPE,
         body=models.ShowBody,
         response=models.ShowResponse,
     ),
-    "/api/tags": _reading_route(
+    "/api/tags": _get_route(
         "ollama_tags",
         "List models (Ollama)",
-        models.tags,
+        models.list_tags,
         models.TagsResponse,
-        envelope=OLLAMA,
+        envelope=OLLAMA_ENVELOPE,
         description="What is defined, loaded or not. `size` is that of the files that are there.",
     ),
-    "/api/ps": _reading_route(
+    "/api/ps": _get_route(
         "ollama_ps",
         "List loaded models (Ollama)",
-        models.running,
+        models.list_loaded,
         models.RunningResponse,
-        envelope=OLLAMA,
+        envelope=OLLAMA_ENVELOPE,
         description="`size` is what all replicas of a model were given.",
     ),
-    "/api/version": _reading_route(
+    "/api/version": _get_route(
         "ollama_version",
         "Show the version of Ollama's API",
-        models.version,
+        models.show_version,
         models.VersionResponse,
-        envelope=OLLAMA,
+        envelope=OLLAMA_ENVELOPE,
     ),
 }
 
 
 def _refused_route(name: str, summary: str, method: str) -> Route:
-    """Return a route of Ollama's API that refuses every caller."""
+    """Return a route of Ollama's API that responds with 403 to every caller."""
     return Route(
         name=name,
         summary=f"{summary} (Ollama): refused",
-        handler=models.refuse,
+        handler=models.refuse_route,
         method=method,
-        limit=None,
-        envelope=OLLAMA,
+        max_body_bytes=None,
+        envelope=OLLAMA_ENVELOPE,
         response=models.StatusResponse,
         description="Administrators define models.",
         errors=(401, 403, 413, 429, 500, 503),
@@ -406,12 +415,12 @@ def _refused_route(name: str, summary: str, method: str) -> Route:
 def _admin_route(
     name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any
 ) -> Route:
-    """Return a route of Ollama's API that changes models, for administrators only."""
+    """Return a route of Ollama's API that changes models. Only administrators may use it."""
     return Route(
         name=name,
         summary=f"{summary} (Ollama)",
         handler=handler,
-        envelope=OLLAMA,
+        envelope=OLLAMA_ENVELOPE,
         body=body,
         response=models.StatusResponse,
         errors=(*ERROR_STATUSES, *others.pop("more_errors", (409,))),
@@ -419,13 +428,13 @@ def _admin_route(
     )
 
 
-_OTHER_ROUTES |= {
+_OTHER_ROUTE_BY_PATH |= {
     "/api/create": _admin_route(
         "ollama_create",
         "Create a model from another one, or from a file that is here",
         ollama_models.create,
         ollama_models.CreateBody,
-        other_kinds=_LINES,
+        other_kinds=_JSON_LINES_TYPES,
         description="Administrators only. Stores a definition: `PARAMETER`, `TEMPLATE`, `SYSTEM` become its"
         " settings, and adapters, uploads and conversions are 501.",
         more_errors=(409, 501),
@@ -450,11 +459,11 @@ _OTHER_ROUTES |= {
         name="ollama_pull",
         summary="Import a model, or confirm that it is defined (Ollama)",
         handler=pulls.pull,
-        limit=None,
-        envelope=OLLAMA,
+        max_body_bytes=None,
+        envelope=OLLAMA_ENVELOPE,
         body=models.PullBody,
         response=models.StatusResponse,
-        other_kinds=_LINES,
+        other_kinds=_JSON_LINES_TYPES,
         description="A defined model is there already. Another one is imported if an administrator asks:"
         " lines say how far it is, and the import goes on when the client leaves.",
         errors=(400, 401, 403, 404, 413, 429, 500, 502, 503),
@@ -464,17 +473,17 @@ _OTHER_ROUTES |= {
         for verb, summary in models.REFUSED_PATHS.items()
     },
 }
-_OTHER_ROUTES["/api/blobs/{digest}"] = replace(
-    _OTHER_ROUTES["/api/blobs/{digest}"],
-    others=(_refused_route("ollama_find_blob", "Look for a file of a model", "HEAD"),),
+_OTHER_ROUTE_BY_PATH["/api/blobs/{digest}"] = replace(
+    _OTHER_ROUTE_BY_PATH["/api/blobs/{digest}"],
+    other_methods=(_refused_route("ollama_find_blob", "Look for a file of a model", "HEAD"),),
 )
 
 ROUTES: Mapping[str, Route] = {
-    **{f"/v1{path}": route for path, route in _V1_ROUTES.items()},
-    **_V1_ROUTES,
-    **_OTHER_ROUTES,
+    **{f"/v1{path}": route for path, route in _V1_ROUTE_BY_PATH.items()},
+    **_V1_ROUTE_BY_PATH,
+    **_OTHER_ROUTE_BY_PATH,
 }
-"""Every inference route by its path, which is an OpenAPI path template."""
+"""Every inference route by its path, as a path template of OpenAPI."""
 
 
 async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:
@@ -483,5 +492,5 @@ async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:
         f"Unknown request URL: {scope['method'][:16]} {names.to_single_line(scope['path'][:200])}"
     )
     error.code = "unknown_url"
-    render = anthropic.render_error if is_of_anthropic(scope) else wire.error_answer
+    render = anthropic.render_error if is_anthropic_client(scope) else wire.error_answer
     await wire.send_answer(send, render(error))

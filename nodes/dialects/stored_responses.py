@@ -37,29 +37,29 @@ from nodes.gateway.streams import EventStream
 
 logger = logging.getLogger(__name__)
 
-MAX_RESPONSES = 10_000
-"""Limit on the stored responses of a key."""
-MAX_EARLIER = 1000
+MAX_RESPONSES_PER_KEY = 10_000
+"""Maximum number of stored responses of one API key."""
+MAX_CHAIN_LENGTH = 1000
 """Maximum number of stored responses in one conversation."""
 RENEWAL_FRACTION = 0.1
-"""Fraction of the retention after which another use of a response is recorded."""
-_ROW_BYTES = 300
-"""Bytes of a row in addition to its contents, including its entries in the indexes."""
+"""Fraction of the retention that must pass before another use of a response is recorded."""
+_ROW_OVERHEAD_BYTES = 300
+"""Estimated bytes of a row without its contents, with its index entries."""
 _ID_PREFIX = "resp_"
-_VISIBLE_ROW = "r.owner = %(owner)s AND r.used_at >= %(since)s"
+_VISIBLE_ROW_SQL = "r.owner = %(owner)s AND r.used_at >= %(since)s"
 # A chain ends with its first response, at a gap, or with the first row that makes it too large, whose
 # contents are not read. Responses that items are taken from come with it, the newest as far as they fit.
-_LOAD = f"""
+_LOAD_SQL = f"""
 WITH RECURSIVE chain AS (
     SELECT r.id, r.previous_id, r.size::bigint AS total, 1 AS depth
-    FROM stored_responses r WHERE r.id = %(previous)s AND {_VISIBLE_ROW}
+    FROM stored_responses r WHERE r.id = %(previous)s AND {_VISIBLE_ROW_SQL}
   UNION ALL
     SELECT r.id, r.previous_id, chain.total + r.size, chain.depth + 1
-    FROM chain JOIN stored_responses r ON r.id = chain.previous_id AND {_VISIBLE_ROW}
+    FROM chain JOIN stored_responses r ON r.id = chain.previous_id AND {_VISIBLE_ROW_SQL}
     WHERE chain.total <= %(bytes)s AND chain.depth < %(rows)s
 ), named AS (
     SELECT r.id, sum(r.size) OVER (ORDER BY r.created_at DESC, r.id) AS total
-    FROM stored_responses r WHERE r.id = ANY(%(named)s) AND {_VISIBLE_ROW}
+    FROM stored_responses r WHERE r.id = ANY(%(named)s) AND {_VISIBLE_ROW_SQL}
 )
 SELECT chain.depth, r.id, r.previous_id,
     CASE WHEN chain.total <= %(bytes)s THEN r.input END, CASE WHEN chain.total <= %(bytes)s THEN r.output END
@@ -69,20 +69,20 @@ SELECT 0, r.id, '', NULL, r.output FROM named JOIN stored_responses r USING (id)
 WHERE named.total <= %(bytes)s
 ORDER BY 1 DESC
 """
-_ADD = """
+_ADD_SQL = """
 INSERT INTO stored_responses
     (id, owner, previous_id, created_at, used_at, size, input, output, response)
 VALUES (%(id)s, %(owner)s, %(previous)s, %(now)s, %(now)s, %(size)s, %(input)s, %(output)s, %(response)s)
 """
 # Rows that another process renews or deletes meanwhile are left to it.
-_RENEW = """
+_RENEW_SQL = """
 UPDATE stored_responses SET used_at = %(now)s WHERE id IN (
     SELECT id FROM stored_responses
     WHERE id = ANY(%(used)s) AND owner = %(owner)s AND used_at < %(renewed)s
     ORDER BY id FOR UPDATE SKIP LOCKED
 )
 """
-_SHRINK = """
+_SHRINK_SQL = """
 DELETE FROM stored_responses WHERE id IN (
     SELECT id FROM stored_responses WHERE id IN (
         SELECT id FROM (
@@ -93,8 +93,8 @@ DELETE FROM stored_responses WHERE id IN (
     ) ORDER BY id FOR UPDATE SKIP LOCKED
 )
 """
-_SHOW = f"SELECT r.response, r.output FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW}"
-_DELETE = f"DELETE FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW}"
+_SHOW_SQL = f"SELECT r.response, r.output FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW_SQL}"
+_DELETE_SQL = f"DELETE FROM stored_responses r WHERE r.id = %(id)s AND {_VISIBLE_ROW_SQL}"
 
 
 class DeletedResponse(ResponseBody, kw_only=True):
@@ -104,26 +104,26 @@ class DeletedResponse(ResponseBody, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Store:
-    """The stored responses of one API key."""
+class CallerStore:
+    """Access to the stored responses of one API key."""
 
     owner: str
     retention: timedelta
 
     @classmethod
-    def of(cls, request: InferenceRequest) -> "Store | None":
-        """Return the store of the caller; None if responses are not stored for it."""
+    def of(cls, request: InferenceRequest) -> "CallerStore | None":
+        """Return the store for the caller of this request; None if the caller's responses are not stored."""
         retention = conf.cluster().response_retention
         return (
             cls(request.key_owner, timedelta(seconds=retention)) if retention and request.key_owner else None
         )
 
     def parameters(self, now: datetime, **others: Any) -> Mapping[str, Any]:
-        """Return the parameters of a statement for this store."""
+        """Return the parameters of a SQL statement about this key's responses."""
         return {"owner": self.owner, "since": now - self.retention, "now": now, **others}
 
     async def load(self, fields: Mapping[str, Any]) -> "StoredContext":
-        """Return the stored items to which the request refers; one statement if there are references."""
+        """Return the stored items to which the request refers; run no statement without references."""
         previous, references = fields.get("previous_response_id"), _referenced_ids(fields.get("input"))
         previous = previous if isinstance(previous, str) else ""
         # An item's id begins with that of its response.
@@ -131,10 +131,10 @@ class Store:
         if not previous and not named:
             return StoredContext(StoredItems(is_kept=True))
         parameters = self.parameters(
-            clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_EARLIER
+            clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_CHAIN_LENGTH
         )
         with _translate_unreachable():
-            rows = await database_pool.shared().fetch_rows(_LOAD, parameters)
+            rows = await database_pool.shared().fetch_rows(_LOAD_SQL, parameters)
         chain = [row[1:] for row in rows if row[0]]
         if previous:
             _check_chain(previous, chain)
@@ -151,14 +151,14 @@ class Store:
 
 @dataclass(frozen=True)
 class StoredContext:
-    """The stored items that a request refers to, and the ids of the responses that contain them."""
+    """Stored items to which a request refers, and the ids of their responses."""
 
     earlier: StoredItems = NO_STORED_ITEMS
-    used: tuple[str, ...] = ()
+    used_ids: tuple[str, ...] = ()
 
 
 def _referenced_ids(input_items: Any) -> set[str]:
-    """Return the ids of the items to which the input refers."""
+    """Return the ids in the references of the input."""
     if not isinstance(input_items, list):
         return set()
     ids = (
@@ -170,10 +170,10 @@ def _referenced_ids(input_items: Any) -> set[str]:
 
 
 def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
-    """Raise InvalidInput if the conversation is incomplete; the oldest response comes first."""
+    """Raise InvalidInput if the stored conversation is incomplete. The first row is the oldest response."""
     if not chain:
         message = f"Previous response with id '{previous[:100]}' not found."
-    elif chain[0][2] is None or (chain[0][1] and len(chain) >= MAX_EARLIER):
+    elif chain[0][2] is None or (chain[0][1] and len(chain) >= MAX_CHAIN_LENGTH):
         message = "the conversation has become too long; send what matters of it as `input`"
     elif chain[0][1]:
         message = f"an earlier response of the conversation, '{chain[0][1]}', is no longer stored"
@@ -194,20 +194,20 @@ def _translate_unreachable() -> Iterator[None]:
 
 @dataclass
 class ResponseRecord:
-    """The parts of a request that are stored with its response."""
+    """The parts of a request that are stored together with its response."""
 
-    store: Store
+    store: CallerStore
     input: bytes
-    used: Sequence[str]
+    used_ids: Sequence[str]
     echo: dict[str, Any] = field(default_factory=dict)
-    """Fields of the request that the response repeats; `store` becomes false if storing fails."""
+    """Fields of the request that the response repeats. `store` becomes false if storing fails."""
 
     async def store_response(self, head: Head, deltas: Sequence[TextDelta]) -> None:
-        """Store the complete response; failures are logged."""
+        """Store the complete response. A failure is logged, not raised."""
         response = responses.final_response(head, blocks.collect_blocks(deltas), deltas[-1])
         output = wire.encode(response.pop("output"))
         response_json = wire.encode(response)
-        size = _ROW_BYTES + len(self.input) + len(output) + len(response_json)
+        size = _ROW_OVERHEAD_BYTES + len(self.input) + len(output) + len(response_json)
         now, space = clock.now(), conf.cluster().response_space
         if size > min(space, MAX_BODY_BYTES):
             self.echo["store"] = False
@@ -220,12 +220,12 @@ class ResponseRecord:
             input=self.input,
             output=output,
             response=response_json,
-            used=list(self.used),
+            used_ids=list(self.used_ids),
             renewed=now - self.store.retention * RENEWAL_FRACTION,
             space=space,
-            most=MAX_RESPONSES,
+            most=MAX_RESPONSES_PER_KEY,
         )
-        statements = (_ADD, *((_RENEW,) if self.used else ()), _SHRINK)
+        statements = (_ADD_SQL, *((_RENEW_SQL,) if self.used_ids else ()), _SHRINK_SQL)
         try:
             await database_pool.shared().run_in_transaction([(text, parameters) for text in statements])
         except (*database_pool.UNREACHABLE, Unavailable) as error:
@@ -234,7 +234,7 @@ class ResponseRecord:
 
 
 def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
-    """Return the items of the request as JSON; references are replaced by their stored items."""
+    """Return the items of the request as JSON, with stored items instead of references."""
     given = fields["input"]
     if isinstance(given, str):
         return orjson.dumps([{"type": "message", "role": "user", "content": given}])
@@ -245,15 +245,15 @@ def _input_items(fields: Mapping[str, Any], earlier: StoredItems) -> bytes:
 
 
 async def create(request: InferenceRequest) -> Answer | EventStream:
-    """Answer a conversation; store the response unless the request forbids it."""
+    """Respond to a conversation. Store the response unless the request or the operator forbids it."""
     fields = wire.parse_json_object(request.body)
-    store = Store.of(request)
+    store = CallerStore.of(request)
     loaded = await store.load(fields) if store else StoredContext()
     generation = responses.parse_request(fields, loaded.earlier)
     identity, store_response = request.request_id, None
     if store and generation.echo["store"]:
         record = ResponseRecord(
-            store, _input_items(fields, loaded.earlier), loaded.used, dict(generation.echo)
+            store, _input_items(fields, loaded.earlier), loaded.used_ids, dict(generation.echo)
         )
         generation, store_response = (
             msgspec.structs.replace(generation, echo=record.echo),
@@ -267,8 +267,10 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
 
 
 async def show(request: InferenceRequest) -> Answer:
-    """Respond with a stored response."""
-    rows = await _run(request, lambda parameters: database_pool.shared().fetch_rows(_SHOW, parameters))
+    """Respond with the stored response in the path."""
+    rows = await _run_statement(
+        request, lambda parameters: database_pool.shared().fetch_rows(_SHOW_SQL, parameters)
+    )
     if not rows:
         raise _not_found(request)
     response, output = rows[0]
@@ -276,31 +278,35 @@ async def show(request: InferenceRequest) -> Answer:
 
 
 async def delete(request: InferenceRequest) -> Answer:
-    """Delete a stored response. A conversation that contains the response cannot be continued any more."""
-    if not await _run(request, lambda parameters: database_pool.shared().run(_DELETE, parameters)):
+    """Delete the stored response in the path. Conversations that contain it cannot be continued any more."""
+    if not await _run_statement(
+        request, lambda parameters: database_pool.shared().run(_DELETE_SQL, parameters)
+    ):
         raise _not_found(request)
-    return wire.json_answer(DeletedResponse(id=_identity(request)))
+    return wire.json_answer(DeletedResponse(id=_response_id(request)))
 
 
 T = TypeVar("T")
 
 
-async def _run(request: InferenceRequest, statement: Callable[[Mapping[str, Any]], Awaitable[T]]) -> T | None:
-    """Return the result of a statement about the response in the path; None if the caller has no store."""
+async def _run_statement(
+    request: InferenceRequest, statement: Callable[[Mapping[str, Any]], Awaitable[T]]
+) -> T | None:
+    """Run a statement about the response in the path; return None if the caller stores no responses."""
     await confirm(request)
-    store = Store.of(request)
+    store = CallerStore.of(request)
     if store is None:
         return None
     with _translate_unreachable():
-        return await statement(store.parameters(clock.now(), id=_identity(request)))
+        return await statement(store.parameters(clock.now(), id=_response_id(request)))
 
 
-def _identity(request: InferenceRequest) -> str:
+def _response_id(request: InferenceRequest) -> str:
     return request.path.rpartition("/")[2]
 
 
 def _not_found(request: InferenceRequest) -> NotFound:
-    message = f"Response with id '{names.to_single_line(_identity(request)[:100])}' not found."
-    if Store.of(request) is None:
+    message = f"Response with id '{names.to_single_line(_response_id(request)[:100])}' not found."
+    if CallerStore.of(request) is None:
         message += " This cluster stores no responses for this caller (CLUSTER_RESPONSE_RETENTION)."
     return NotFound(message, field="id")

@@ -14,7 +14,7 @@ from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.anthropic import CountBody
-from nodes.dialects.anthropic_input import without_unknown
+from nodes.dialects.anthropic_input import drop_unknown_blocks
 from nodes.dialects.openai_common import NonNegativeInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
@@ -23,14 +23,14 @@ from nodes.gateway.request import InferenceRequest
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
-    """The body of a request."""
+    """The body of a request to tokenize a text."""
 
     model: Text
     content: str
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """The body of a request."""
+    """The body of a request to convert token ids to text."""
 
     model: Text
     tokens: Annotated[list[NonNegativeInt], msgspec.Meta(max_length=1_000_000)]
@@ -49,7 +49,7 @@ class CountResponse(ResponseBody):
 
 
 async def tokenize(request: InferenceRequest) -> Answer:
-    """Respond with the token ids of a text."""
+    """Respond with the token ids of the text in the body."""
     body = wire.parse_struct(wire.parse_json_object(request.body), TokenizeBody)
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -65,7 +65,7 @@ async def _token_ids(request: InferenceRequest, options: PredictOptions) -> list
 
 
 async def detokenize(request: InferenceRequest) -> Answer:
-    """Respond with the text of token ids."""
+    """Respond with the text of the token ids in the body."""
     body = wire.parse_struct(wire.parse_json_object(request.body), DetokenizeBody)
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -78,8 +78,8 @@ async def detokenize(request: InferenceRequest) -> Answer:
 
 
 async def count_tokens(request: InferenceRequest) -> Answer:
-    """Respond with the number of tokens."""
-    body = wire.parse_struct(without_unknown(wire.parse_json_object(request.body)), CountBody)
+    """Respond with the number of tokens of the conversation in the body."""
+    body = wire.parse_struct(drop_unknown_blocks(wire.parse_json_object(request.body)), CountBody)
     definition = await find_definition(body.model)
     request.model = definition.name
     prompt = await render_template(definition, body.conversation)

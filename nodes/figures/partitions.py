@@ -1,8 +1,8 @@
-"""Tables that are partitioned by time: create partitions in advance, list them, drop them.
+"""Tables partitioned by time: creating partitions in advance, listing them and dropping them.
 
 Retention drops whole partitions, so no row is deleted and no vacuum is needed. Attaching a new partition
 waits neither for readers nor for a running backup. Dropping a partition needs an exclusive lock on the
-parent: it gives up after two seconds, and the next run tries again.
+parent. It gives up after two seconds; the next run tries again.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from django.db import OperationalError, connection, transaction
 from localai_cluster.kit.transactions import lock_name
 from nodes.figures.series import floor_to_step
 
-_STAMP = "%Y%m%d%H"
-_LIST_PARTITIONS = (
+_NAME_TIME_FORMAT = "%Y%m%d%H"
+_LIST_PARTITIONS_SQL = (
     "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = %s::regclass ORDER BY 1"
 )
 # Not `to_regclass`: its cache does not learn of a table that another process has created a moment ago.
-_FIND_MISSING = """
+_FIND_MISSING_SQL = """
 SELECT name FROM unnest(%s::text[]) AS name WHERE NOT EXISTS (
     SELECT FROM pg_class WHERE relname = name AND relnamespace = current_schema()::regnamespace)
 """
@@ -27,7 +27,10 @@ SELECT name FROM unnest(%s::text[]) AS name WHERE NOT EXISTS (
 
 @dataclass(frozen=True)
 class PartitionedTable:
-    """A table with a column `at`. Each partition covers `width`; its name ends with its start time."""
+    """A table partitioned by its column `at`.
+
+    Each partition covers the time `width`. The name of a partition ends with its start time.
+    """
 
     name: str
     width: timedelta
@@ -35,15 +38,15 @@ class PartitionedTable:
     """Age at which a partition may be dropped."""
 
     def partition(self, at: datetime) -> str:
-        """Return the name of the partition that contains this time."""
-        return f"{self.name}_{floor_to_step(at, self.width):{_STAMP}}"
+        """Return the name of the partition for this time."""
+        return f"{self.name}_{floor_to_step(at, self.width):{_NAME_TIME_FORMAT}}"
 
     def starts(self) -> list[datetime]:
         """Return the start times of all partitions, the oldest first."""
         with connection.cursor() as cursor:
-            cursor.execute(_LIST_PARTITIONS, [self.name])
+            cursor.execute(_LIST_PARTITIONS_SQL, [self.name])
             stamps = [name.rpartition("_")[2] for (name,) in cursor.fetchall()]
-        return [datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC) for stamp in stamps]
+        return [datetime.strptime(stamp, _NAME_TIME_FORMAT).replace(tzinfo=UTC) for stamp in stamps]
 
     def drop(self, *, before: datetime) -> int:
         """Drop the partitions that end at `before` or earlier; return their number."""
@@ -61,7 +64,7 @@ class PartitionedTable:
         name, start = self.partition(at), floor_to_step(at, self.width)
         with transaction.atomic(), connection.cursor() as cursor:
             lock_name("partitions")
-            cursor.execute(_FIND_MISSING, [[name]])
+            cursor.execute(_FIND_MISSING_SQL, [[name]])
             if cursor.fetchone() is None:
                 return  # another process was first
             cursor.execute(f"CREATE TABLE {name} (LIKE {self.name} INCLUDING ALL)")
@@ -70,10 +73,10 @@ class PartitionedTable:
 
 
 def create_missing(wanted: Iterable[tuple[PartitionedTable, datetime]]) -> None:
-    """Create the missing partitions for these times; one query if none is missing."""
+    """Create the missing partitions for these tables and times. One query if none is missing."""
     partitions = {table.partition(at): (table, at) for table, at in wanted}
     with connection.cursor() as cursor:
-        cursor.execute(_FIND_MISSING, [list(partitions)])
+        cursor.execute(_FIND_MISSING_SQL, [list(partitions)])
         missing = [name for (name,) in cursor.fetchall()]
     for name in missing:
         table, at = partitions[name]

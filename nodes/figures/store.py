@@ -24,38 +24,38 @@ from nodes.figures import partitions, series
 from nodes.figures.partitions import PartitionedTable
 from nodes.figures.series import DAY, HOUR, MINUTE, SAMPLE_EVERY, Columns, Grid, floor_to_step
 
-SAMPLES = PartitionedTable("figure_samples", HOUR, kept=HOUR)
-HOURS = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
-DAYS = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
-TABLES = (SAMPLES, HOURS, DAYS)
+SAMPLES_TABLE = PartitionedTable("figure_samples", HOUR, kept=HOUR)
+HOURS_TABLE = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
+DAYS_TABLE = PartitionedTable("figure_days", 32 * DAY, kept=365 * DAY)
+TABLES = (SAMPLES_TABLE, HOURS_TABLE, DAYS_TABLE)
 LATE_SAMPLES_GRACE = 2 * MINUTE
-"""Time after the end of a period in which late samples may arrive."""
+"""Time after the end of a period for which late samples are awaited before it is packed."""
 MAX_RETENTION = DAY
-"""Age at which samples are dropped even if they are not packed."""
+"""Age at which partitions are dropped even if they are not packed."""
 SUBJECTS_PER_TRANSACTION = 50
-"""Maximum subjects of one transaction, about 20 MB of samples."""
-_MAX_VALUE = 2**31 - 1
+"""Maximum number of subjects that one transaction packs, about 20 MB of samples."""
+_MAX_INTEGER = 2**31 - 1
 
-Scope = dict[str, Any]
-"""Parameters of a statement."""
+SqlParameters = dict[str, Any]
+"""Parameters of a SQL statement by name."""
 
 
 def _mib(value: str) -> str:
-    """Return SQL that converts bytes to MiB within the range of an integer.
+    """Return SQL that converts bytes to MiB in the range of an integer.
 
-    A wrong sensor must not fail the samples of all nodes.
+    A wrong sensor value must not make the samples of all nodes fail.
     """
-    return f"(({value}) >> 20 & {_MAX_VALUE})::int"
+    return f"(({value}) >> 20 & {_MAX_INTEGER})::int"
 
 
 def _sum(value: str) -> str:
-    return f"(sum({value}) & {_MAX_VALUE})::int"
+    return f"(sum({value}) & {_MAX_INTEGER})::int"
 
 
 _VRAM_LIMIT = "CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END"
 _GPUS = """jsonb_to_recordset(gpus)
     AS gpu(index int, total_vram bigint, free_vram bigint, utilization int, temperature int, power int)"""
-_SAMPLE = f"""
+_SAMPLE_SQL = f"""
 WITH node AS (
     SELECT id, gpus,
         {_mib(f"CASE WHEN total_vram > 0 THEN GREATEST(0, {_VRAM_LIMIT} - available_vram) END")} AS vram_used,
@@ -81,12 +81,12 @@ FROM gpus LEFT JOIN node ON TRUE
 ON CONFLICT DO NOTHING
 """
 # In the order of subjects: two processes that add to the same rows never deadlock.
-_ADD_COUNTS = f"""
+_ADD_COUNTS_SQL = f"""
 INSERT INTO figure_samples (subject, at, numbers)
 SELECT subject, %(at)s, numbers
 FROM jsonb_to_recordset(%(counts)s::jsonb) AS counted(subject text, numbers int[]) ORDER BY subject
 ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
-    SELECT LEAST(stored::bigint + added, {_MAX_VALUE})::int
+    SELECT LEAST(stored::bigint + added, {_MAX_INTEGER})::int
     FROM unnest(figure_samples.numbers, excluded.numbers) WITH ORDINALITY AS pair(stored, added, place)
     ORDER BY place)
 """
@@ -95,32 +95,34 @@ ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
 def store_samples(*, heard_since: datetime, now: datetime) -> int:
     """Store a sample of the cluster and of each node with a heartbeat since `heard_since`. Return the number.
 
-    Creates the partitions for now and for the next period. A repeated call changes nothing.
+    Create the partitions for now and for the next period. A repeated call changes nothing.
     """
     partitions.create_missing((table, at) for table in TABLES for at in (now, now + table.width))
     with connection.cursor() as cursor:
-        cursor.execute(_SAMPLE, {"at": floor_to_step(now, SAMPLE_EVERY), "heard_since": heard_since})
+        cursor.execute(_SAMPLE_SQL, {"at": floor_to_step(now, SAMPLE_EVERY), "heard_since": heard_since})
         stored: int = cursor.rowcount
     return stored
 
 
 async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
-    """Add the counts of a web process for its models, and their sums, in one statement.
+    """Add a web process's counts for its models, and their sums, in one statement.
 
     Do not repeat it after a lost reply: the statement may have been executed.
     """
-    numbers = {name: [min(number, _MAX_VALUE) for number in astuple(count)] for name, count in counts.items()}
+    numbers = {
+        name: [min(number, _MAX_INTEGER) for number in astuple(count)] for name, count in counts.items()
+    }
     rows = [{"subject": series.MODEL_PREFIX + name, "numbers": row} for name, row in numbers.items() if name]
-    sums = [min(sum(column), _MAX_VALUE) for column in zip(*numbers.values(), strict=True)]
+    sums = [min(sum(column), _MAX_INTEGER) for column in zip(*numbers.values(), strict=True)]
     if sums:
-        rows.append({"subject": series.ALL_MODELS, "numbers": sums})
+        rows.append({"subject": series.ALL_MODELS_SUBJECT, "numbers": sums})
         parameters = {"at": floor_to_step(now, SAMPLE_EVERY), "counts": orjson.dumps(rows).decode()}
-        await pool.run(_ADD_COUNTS, parameters)
+        await pool.run(_ADD_COUNTS_SQL, parameters)
 
 
 @dataclass(frozen=True)
 class RollUp:
-    """Packs each period of `source`, one partition, into blocks of `target` with this `step`."""
+    """Packs each partition of `source` into blocks of `target` with the step `step`."""
 
     source: PartitionedTable
     target: PartitionedTable
@@ -128,23 +130,33 @@ class RollUp:
 
     @property
     def period(self) -> timedelta:
-        """Length of a block."""
+        """Time that one block covers."""
         return self.source.width
 
     def pack_next(self, start: datetime) -> bool:
-        """Pack the next subjects of the period in one transaction. Return False if no subject is left."""
+        """Pack the next subjects of the period that begins at `start`, in one transaction.
+
+        Return False if no subject is left.
+        """
         with transaction.atomic(), connection.cursor() as cursor:
             names = {"source": self.source.name, "target": self.target.name}
-            scope: Scope = {"start": start, "end": start + self.period, "limit": SUBJECTS_PER_TRANSACTION}
-            cursor.execute(_NEXT_SUBJECTS.format(**names), scope)
+            scope: SqlParameters = {
+                "start": start,
+                "end": start + self.period,
+                "limit": SUBJECTS_PER_TRANSACTION,
+            }
+            cursor.execute(_NEXT_SUBJECTS_SQL.format(**names), scope)
             subjects = [subject for (subject,) in cursor.fetchall()]
             if subjects:
-                column = "numbers" if self.source is SAMPLES else "body"
+                column = "numbers" if self.source is SAMPLES_TABLE else "body"
                 cursor.execute(
-                    _READ_ROWS.format(column=column, table=self.source.name), scope | {"subjects": subjects}
+                    _READ_ROWS_SQL.format(column=column, table=self.source.name),
+                    scope | {"subjects": subjects},
                 )
                 blocks = self._blocks(start, cursor.fetchall())
-                cursor.execute(_INSERT_BLOCKS.format(**names), [start, list(blocks), list(blocks.values())])
+                cursor.execute(
+                    _INSERT_BLOCKS_SQL.format(**names), [start, list(blocks), list(blocks.values())]
+                )
         return bool(subjects)
 
     def _blocks(self, start: datetime, rows: Sequence[tuple[str, datetime, Any]]) -> dict[str, bytes]:
@@ -153,33 +165,33 @@ class RollUp:
             grid = grids.get(subject)
             if grid is None:
                 grid = grids[subject] = Grid(start, self.step, self.period // self.step)
-            if self.source is SAMPLES:
+            if self.source is SAMPLES_TABLE:
                 grid.add_sample(at, subject, value)
             else:
                 grid.add_block(at, MINUTE, series.unpack(value))
         return {subject: series.pack(grid.columns()) for subject, grid in grids.items()}
 
 
-ROLL_UPS = (RollUp(SAMPLES, HOURS, MINUTE), RollUp(HOURS, DAYS, HOUR))
-_NEXT_SUBJECTS = """
+ROLL_UPS = (RollUp(SAMPLES_TABLE, HOURS_TABLE, MINUTE), RollUp(HOURS_TABLE, DAYS_TABLE, HOUR))
+_NEXT_SUBJECTS_SQL = """
 SELECT DISTINCT subject FROM {source} WHERE at >= %(start)s AND at < %(end)s
     AND subject > coalesce((SELECT max(subject) FROM {target} WHERE at = %(start)s), '')
 ORDER BY subject LIMIT %(limit)s
 """
-_READ_ROWS = """
+_READ_ROWS_SQL = """
 SELECT subject, at, {column} FROM {table}
 WHERE at >= %(start)s AND at < %(end)s AND subject = ANY(%(subjects)s)
 """
-_INSERT_BLOCKS = """
+_INSERT_BLOCKS_SQL = """
 INSERT INTO {target} (subject, at, body)
 SELECT subject, %s, body FROM unnest(%s::text[], %s::bytea[]) AS block(subject, body) ON CONFLICT DO NOTHING
 """
 
 
 def maintain(*, now: datetime, limit: float) -> bool:
-    """Pack the ended periods, then drop figures past their retention. Return True if all is packed.
+    """Pack the periods that have ended, then drop old partitions. Return True if all are packed.
 
-    Packing stops after `limit` seconds. Returns False at once if another process holds the lock.
+    Packing stops after `limit` seconds. Return False at once if another process holds the lock.
     """
     with try_lock_across(Lock.FIGURES) as locked:
         if not locked:
@@ -191,7 +203,7 @@ def maintain(*, now: datetime, limit: float) -> bool:
 
 
 def _pack_until(now: datetime, deadline: float) -> bool:
-    """Pack the ended hours, then the ended days. Return False if the deadline passed before the end."""
+    """Pack the hours, then the days that have ended. Return False if the deadline passes before the end."""
     for level in ROLL_UPS:
         for start in level.source.starts():
             if start + level.period + LATE_SAMPLES_GRACE > now:
@@ -205,7 +217,7 @@ def _pack_until(now: datetime, deadline: float) -> bool:
 
 @dataclass(frozen=True)
 class Span:
-    """A grid of steps: `count` of them from `start`."""
+    """A time range as `count` steps from `start`."""
 
     start: datetime
     step: timedelta
@@ -213,12 +225,12 @@ class Span:
 
     @property
     def end(self) -> datetime:
-        """The end of the last step."""
+        """Time when the last step ends."""
         return self.start + self.count * self.step
 
 
 def read(subjects: Sequence[str], span: Span) -> dict[str, Columns]:
-    """Return the columns of each subject; at most three queries.
+    """Return the columns of each subject for the span, with at most three queries.
 
     The coarsest table with the step is read first, and finer tables for periods that are not packed yet.
     """
@@ -236,7 +248,7 @@ def read(subjects: Sequence[str], span: Span) -> dict[str, Columns]:
                 if not is_packed(subject, at):
                     grids[subject].add_block(at, level.step, series.unpack(body))
                     packed.add((subject, at, level.period))
-    for subject, at, numbers in _read_rows("numbers", SAMPLES, subjects, span.start, span.end):
+    for subject, at, numbers in _read_rows("numbers", SAMPLES_TABLE, subjects, span.start, span.end):
         if not is_packed(subject, at):
             grids[subject].add_sample(at, subject, numbers)
     return {subject: grid.columns() for subject, grid in grids.items()}
@@ -246,7 +258,7 @@ def _read_rows(
     column: str, table: PartitionedTable, subjects: Sequence[str], start: datetime, end: datetime
 ) -> list[tuple[str, datetime, Any]]:
     with connection.cursor() as cursor:
-        scope: Scope = {"start": start, "end": end, "subjects": list(subjects)}
-        cursor.execute(_READ_ROWS.format(column=column, table=table.name), scope)
+        scope: SqlParameters = {"start": start, "end": end, "subjects": list(subjects)}
+        cursor.execute(_READ_ROWS_SQL.format(column=column, table=table.name), scope)
         rows: list[tuple[str, datetime, Any]] = cursor.fetchall()
     return rows

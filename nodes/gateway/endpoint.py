@@ -2,7 +2,7 @@
 
 A handler returns a complete answer, or an answer that `play` sends piece by piece, such as an `EventStream`.
 A stream that fails before its first byte becomes an ordinary error response. If a process stops, requests
-whose answers have not begun get a 503 (`end_all`).
+whose answers have not begun get a 503 (`cancel_all_answers`).
 
 Authentication errors come before content errors. A request without any credential is refused before its body
 is read, unless it comes from a network that the operator admits without a key. A client that can send no
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class MethodNotAllowed(ClusterError):
-    """The route does not accept this method."""
+    """The route does not support the HTTP method."""
 
     status = 405
     code = "method_not_allowed"
@@ -55,17 +55,18 @@ class TooLarge(ClusterError):
 
 
 class StreamedAnswer(Protocol):
-    """An answer that is sent while it is produced or read."""
+    """A response that is sent in pieces while it is produced."""
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the answer; return its status and the last piece of its body, which the caller must send."""
+        """Send all pieces of the response except the last. Return its status and the last piece."""
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | StreamedAnswer]]
+"""Processes one request; returns the response, or a response that is sent in pieces."""
 
 
 class _AnswerScope(CancelScope):
-    """A cancel scope around the work on one answer; `end_all` cancels it."""
+    """A context manager around the work on one response; `cancel_all_answers` cancels the block."""
 
     def __enter__(self) -> Self:
         _answer_scopes.add(self)
@@ -80,86 +81,84 @@ _answer_scopes: set[_AnswerScope] = set()
 
 
 def cancel_on_stop() -> CancelScope:
-    """Return a context manager that raises Unavailable when `end_all` cancels it."""
+    """Return a context manager whose block `cancel_all_answers` ends with Unavailable."""
     return _AnswerScope()
 
 
-def end_all() -> None:
-    """Cancel the work on all answers that have not begun, and on all audio streams.
-
-    The process is about to stop.
-    """
+def cancel_all_answers() -> None:
+    """Cancel all responses that have not begun, and all audio streams, because the process stops."""
     for scope in list(_answer_scopes):
         scope.cancel(Unavailable("this web process is stopping", retry_after=1))
 
 
-WATCH_DELAY = 0.1
-"""Seconds until a request watches for a disconnect: most requests end earlier and need no task."""
+WATCH_DELAY_SECONDS = 0.1
+"""Seconds until a request starts to watch for a disconnect. Most requests end earlier and need no task."""
 
 
 class _CancelOnDisconnect(CancelScope):
-    """A context manager that raises Disconnected when the client disconnects."""
+    """A context manager whose block ends with Disconnected when the client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
-        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY, self._begin)
+        self._timer = asyncio.get_running_loop().call_later(WATCH_DELAY_SECONDS, self._start_watch)
         return super().__enter__()
 
-    def _begin(self) -> None:
+    def _start_watch(self) -> None:
         self._watch = asyncio.ensure_future(wire.wait_until_disconnected(self._receive))
-        self._watch.add_done_callback(self._end)
+        self._watch.add_done_callback(self._cancel_block)
 
-    def _end(self, _: "asyncio.Task[None]") -> None:
+    def _cancel_block(self, _: "asyncio.Task[None]") -> None:
         self.cancel(wire.Disconnected())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
         if self._watch is not None:
-            self._watch.remove_done_callback(self._end)
+            self._watch.remove_done_callback(self._cancel_block)
             self._watch.cancel()
         super().__exit__(kind)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ASGI application of one route. Without a `limit` its body has the default limit.
+    """The ASGI application of one route.
 
-    With `form` the body is a form with files, passed to the handler in `request.form`. `render_error` renders
-    errors in the envelope of the route's dialect.
+    If `has_form` is true, the body is a form with files, which the handler gets in `request.form`.
+    `render_error` renders errors in the envelope of the route's dialect.
     """
 
     method: str
     handler: Handler
-    limit: int | None = None
-    form: bool = False
+    max_body_bytes: int | None = None
+    """Maximum bytes of a body; None for the default limit."""
+    has_form: bool = False
     render_error: Callable[[ClusterError], Answer] = wire.error_answer
     is_patient: bool = False
-    """True if the requests of this route wait longer for a load than others."""
+    """True if requests of this route wait longer for a load than requests of most routes."""
     render_error_for_anthropic: Callable[[ClusterError], Answer] | None = None
-    """Renders errors for requests with the header `anthropic-version`, on routes of several dialects."""
-    others: Mapping[str, Handler] = field(default_factory=dict)
-    """Handlers of further HTTP methods, by method."""
+    """Renders errors for clients of Anthropic's API, on a route that several dialects share."""
+    other_methods: Mapping[str, Handler] = field(default_factory=dict)
+    """Handlers of further HTTP methods on the path, by method."""
 
     @property
     def methods(self) -> str:
-        """The accepted methods, as the value of the header `Allow`."""
-        return ", ".join((self.method, *self.others))
+        """The supported methods, as the value of the header `Allow`."""
+        return ", ".join((self.method, *self.other_methods))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Process one request; send nothing to a disconnected client."""
+        """Process one request. Send nothing if the client has disconnected."""
         started_at, status = clock.monotonic(), 0
         request = InferenceRequest(
             client_address=wire.client_of(scope),
             request_id=request_id.get(),
             path=scope["path"],
             is_patient=self.is_patient,
-            is_of_anthropic=self.render_error_for_anthropic is not None and is_of_anthropic(scope),
+            is_anthropic_client=self.render_error_for_anthropic is not None and is_anthropic_client(scope),
         )
-        limit = self.limit or wire.MAX_BODY
-        body = bodies.Body(scope, receive, limit, _too_large if self.limit else None)
+        limit = self.max_body_bytes or wire.MAX_BODY
+        body = bodies.Body(scope, receive, limit, _too_large_error if self.max_body_bytes else None)
         try:
             with contextlib.suppress(wire.Disconnected):
                 answer = await self._answer(request, scope, body, receive, send)
@@ -181,17 +180,17 @@ class Endpoint:
     async def _answer(
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
     ) -> Answer | tuple[int, bytes]:
-        """Return the answer, or the status and the last piece of a streamed one."""
+        """Return the response; for a response that was sent in pieces, its status and its last piece."""
         render_error = (
-            self.render_error_for_anthropic if request.is_of_anthropic else None
+            self.render_error_for_anthropic if request.is_anthropic_client else None
         ) or self.render_error
         try:
-            await identify(request, scope)
+            await identify_caller(request, scope)
             method = scope["method"]
-            handler = self.handler if method == self.method else self.others.get(method)
+            handler = self.handler if method == self.method else self.other_methods.get(method)
             if handler is None:
                 raise MethodNotAllowed(f"only {self.methods} is accepted here")
-            await self._read(request, scope, body)
+            await self._read_body(request, scope, body)
             with _CancelOnDisconnect(receive):
                 return await self._handle(request, handler, send)
         except MethodNotAllowed as error:
@@ -199,17 +198,17 @@ class Endpoint:
             return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
-                error = await throttle.api_keys().noted(error, request.client_address)
+                error = await throttle.api_keys().note_in_thread(error, request.client_address)
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return render_error(error)
 
-    async def _read(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
-        if self.form:
+    async def _read_body(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
+        if self.has_form:
             await _confirm_early(request)
             kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
-            limit = self.limit or wire.MAX_BODY
-            request.form = await bodies.read_form(body.receive, kind, limit, _too_large(limit))
+            limit = self.max_body_bytes or wire.MAX_BODY
+            request.form = await bodies.read_form(body.receive, kind, limit, _too_large_error(limit))
             return
         if request.key_hash and request.key_hash not in gateway.current().picker.confirmed_keys:
             if not _is_suspect(request):
@@ -239,27 +238,27 @@ class Endpoint:
 
 
 def _is_suspect(request: InferenceRequest) -> bool:
-    """Return True if the key must be confirmed before any part of the body is read."""
+    """Return True if the key must be confirmed before any byte of the body is read."""
     return bodies.shared_budget.is_half_used or throttle.api_keys().was_refused(
         request.client_address, clock.now()
     )
 
 
 async def _confirm_early(request: InferenceRequest) -> None:
-    """Confirm the key before the body is read.
+    """Confirm the request's key before the body is read.
 
-    The pick checks the key again, because it may be revoked meanwhile.
+    The pick checks the key a second time, because it may be revoked meanwhile.
     """
     key_hash = request.key_hash
     await confirm(request)
     request.key_hash = key_hash
 
 
-def _too_large(limit: int) -> TooLarge:
+def _too_large_error(limit: int) -> TooLarge:
     return TooLarge(f"the request body exceeds {limit} bytes")
 
 
-def is_of_anthropic(scope: Scope) -> bool:
+def is_anthropic_client(scope: Scope) -> bool:
     """Return True if the request comes from a client of Anthropic's API."""
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
@@ -268,7 +267,7 @@ _BROWSER_HEADERS = frozenset({b"cookie", b"origin"})
 
 
 def _basic_password(authorization: str) -> str | None:
-    """Return the password of an `Authorization: Basic …` header value, None for any other value."""
+    """Return the password in an `Authorization: Basic …` header; None for a header of another scheme."""
     scheme, _, encoded = authorization.strip().partition(" ")
     if scheme.lower() != "basic":
         return None
@@ -283,8 +282,8 @@ def _lacks_browser_headers(scope: Scope) -> bool:
     return not any(name in _BROWSER_HEADERS for name, _ in scope["headers"])
 
 
-async def identify(request: InferenceRequest, scope: Scope) -> None:
-    """Set the caller, or a stored key that must be confirmed; raise NotAuthenticated if there is neither."""
+async def identify_caller(request: InferenceRequest, scope: Scope) -> None:
+    """Set the caller, or the hash of a key that must be confirmed; raise NotAuthenticated."""
     headers = principals.credential_headers(scope)
     password = _basic_password(headers.get("authorization", ""))
     if password is not None and _lacks_browser_headers(scope):
@@ -321,7 +320,7 @@ def _is_admitted(address: str) -> bool:
 
 
 async def confirm(request: InferenceRequest) -> None:
-    """Confirm the request's key in the database if no pick has confirmed it; raise NotAuthenticated."""
+    """Confirm the request's key in the database unless a pick has confirmed it; raise NotAuthenticated."""
     if request.key_hash:
         request.model = ""  # nothing is picked
         await gateway.current().picker.acquire(request)

@@ -43,16 +43,15 @@ class ModelNotFound(NotFound):
 
 
 _DEFAULT_TAG = ":latest"
-"""The tag that Ollama's clients may append to a name. A model whose own name has this ending takes
-precedence.
-"""
+"""Tag that Ollama's clients may append to a model's name. A model whose own name ends with the tag takes
+precedence."""
 
 
 async def find_definition(name: str) -> Definition:
-    """Return the definition for a requested name, with or without the default tag.
+    """Return the definition of the model with this name. The name may have the default tag.
 
-    Raises ModelNotFound. Raises Unavailable if the models folder, or the database with the definitions of
-    past loads, is needed and does not respond.
+    Raise ModelNotFound for an unknown name. Raise Unavailable if the models folder, or the database with the
+    definitions of past loads, is needed and does not respond.
     """
     models = folder.folder()
     try:
@@ -68,23 +67,23 @@ async def find_definition(name: str) -> Definition:
     return definition
 
 
-MAX_REPLICAS = 4
-"""Maximum number of replicas that one request tries."""
-MAX_LOADS = 3
-"""Number of successful loads without a replica for the request after which the request fails (C34)."""
-PROBE_SECONDS = 2.0
-"""Time limit in seconds of the health call that decides whether a replica is dead (C19)."""
+MAX_REPLICA_ATTEMPTS = 4
+"""Maximum number of replicas on which one request is tried."""
+MAX_LOADS_PER_REQUEST = 3
+"""Maximum number of successful loads for one request. If none of them provides a replica, it fails (C34)."""
+PROBE_TIMEOUT_SECONDS = 2.0
+"""Time limit of the health call that decides whether a replica is dead (C19)."""
 
 
-def wait_until(*, is_patient: bool = False) -> float:
-    """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
+def load_wait_deadline(*, is_patient: bool = False) -> float:
+    """Return the monotonic time at which a request that arrives now stops waiting for a load (C32)."""
     cluster = conf.cluster()
     budget = cluster.ollama_load_wait if is_patient else cluster.model_load_wait
     return clock.monotonic() + budget if budget else math.inf
 
 
 class Gateway:
-    """Access of one web process to replicas, engines and loads."""
+    """Picks replicas, starts loads and provides engine clients for the requests of one web process."""
 
     def __init__(
         self, picker: Picker, clients: ClientPool, loads: Loads, prefixes: PrefixRouter | None = None
@@ -97,10 +96,13 @@ class Gateway:
         """Running health calls by (address, token); concurrent failures of one engine share a call."""
 
     async def acquire(self, request: InferenceRequest) -> Replica:
-        """Pick a replica and count the request as running on it; wait for a load if no replica is loaded."""
+        """Pick a replica of the request's model; wait for a load if no replica is loaded.
+
+        The replica counts the request until it is released.
+        """
         if (replica := await self._pick(request)) is not None:
             return replica
-        for _ in range(MAX_LOADS):
+        for _ in range(MAX_LOADS_PER_REQUEST):
             has_ended = False
             with self._loads.join(request) as load:
                 while not has_ended:
@@ -110,7 +112,7 @@ class Gateway:
         raise Unavailable(f"model {request.model} was loaded, but no replica of it is available")
 
     def client(self, replica: Replica) -> BackendClient:
-        """Return the client of the replica's engine; raise Refused for an unusable address."""
+        """Return the client of the replica's engine. Raise Refused if the address is invalid."""
         return self._clients.get(replica.address, replica.token)
 
     async def _pick(self, request: InferenceRequest) -> Replica | None:
@@ -121,8 +123,8 @@ class Gateway:
         self._prefixes.record_pick(request)
         return replica
 
-    async def check(self, replica: Replica, error: BackendError) -> None:
-        """Exclude the replica from picks if the error, or a health call, shows that it cannot serve."""
+    async def exclude_if_unusable(self, replica: Replica, error: BackendError) -> None:
+        """Exclude the replica from picks if the error or a health call shows that it cannot serve."""
         has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
         is_dead = isinstance(error, Refused | Lost) and not await self._is_responding(replica)
         if not (has_wrong_model or is_dead):
@@ -142,10 +144,10 @@ class Gateway:
             self._clients.forget(replica.address, replica.token)
 
     async def _is_responding(self, replica: Replica) -> bool:
-        """Return True if the replica's engine responds (R2.13).
+        """Return True if the replica's engine responds to a health call (R2.13).
 
-        Concurrent requests share one health call. The result is not cached, because the failure that caused
-        the call is newer than any cached success.
+        Concurrent requests share one call. The result is not cached, because the failure that caused the call
+        is newer than any cached success.
         """
         key = (replica.address, replica.token)
         probe = self._probes.get(key)
@@ -156,7 +158,7 @@ class Gateway:
 
     async def _is_healthy(self, replica: Replica) -> bool:
         try:
-            return await self.client(replica).health(PROBE_SECONDS)
+            return await self.client(replica).health(PROBE_TIMEOUT_SECONDS)
         except BackendError:
             return False
 
@@ -164,11 +166,10 @@ class Gateway:
 class Attempts:
     """The attempts of one request: `while True: async with attempts as engine: return …`.
 
-    On entry a replica is picked. The block makes the calls, which must finish by the request's `deadline`; on
-    exit the replica is released. If a replica did no work (dead, busy, or with another model), the request is
-    retried on another replica. If the connection broke during the call, the request is retried only once,
-    because it may have crashed the engine. Any other error is raised. Once the response has begun, every
-    error is raised.
+    On entry a replica is picked, on exit it is released. The calls inside the block must end by the request's
+    `deadline`. If the replica did no work (it is dead, busy, or has another model), the request is retried on
+    another replica. If the connection broke during the call, the request is retried only once, because it may
+    have crashed the engine. Any other error is raised. After the response has begun, every error is raised.
 
     The deadline is set when the first replica is picked and covers all attempts. For a streamed response it
     is the time limit of the first piece.
@@ -178,7 +179,7 @@ class Attempts:
         self._gateway = gateway
         self._request = request
         self._count = self._losses = 0
-        request.wait_until = wait_until(is_patient=request.is_patient)
+        request.wait_until = load_wait_deadline(is_patient=request.is_patient)
 
     async def __aenter__(self) -> BackendClient:
         request = self._request
@@ -208,10 +209,10 @@ class Attempts:
 
     async def _can_retry(self, error: BackendError) -> bool:
         replica = self._replica
-        await self._gateway.check(replica, error)
+        await self._gateway.exclude_if_unusable(replica, error)
         is_lost = isinstance(error, Lost)
         self._losses += is_lost
-        is_last = self._count == MAX_REPLICAS or self._losses > 1 or self._request.begun
+        is_last = self._count == MAX_REPLICA_ATTEMPTS or self._losses > 1 or self._request.has_begun
         if is_last or not (error.repeatable or is_lost):
             return False
         logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
@@ -230,29 +231,29 @@ class _GatewayResources:
     by_prefix: PrefixService | None = None
 
 
-_running: _GatewayResources | None = None
+_running_resources: _GatewayResources | None = None
 
 
 def current() -> Gateway:
-    """Return the gateway of this process; raise Unavailable before `start`."""
-    if _running is None:
+    """Return the gateway of this process. Raise Unavailable if it is not started."""
+    if _running_resources is None:
         raise Unavailable("the web process is not ready yet", retry_after=1)
-    return _running.gateway
+    return _running_resources.gateway
 
 
 def attempts(request: InferenceRequest) -> Attempts:
-    """Return the attempts of a request in this process."""
+    """Return the attempts of a request on the gateway of this process."""
     return Attempts(current(), request)
 
 
 def wake_ups() -> WakeUps:
-    """Return the wake-ups of waiting requests; an unused instance before `start`."""
-    return _running.loads.wake_ups if _running is not None else WakeUps()
+    """Return the wake-ups of requests that wait in this process; before `start` they wake nobody."""
+    return _running_resources.loads.wake_ups if _running_resources is not None else WakeUps()
 
 
 async def start() -> None:
-    """Open the pool, register this process and start its gateway."""
-    global _running
+    """Open the database pool, register this web process and start its gateway."""
+    global _running_resources
     shared = await database_pool.open_shared()
     by_prefix = PrefixService.connect(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
     prefixes = None if by_prefix is None else by_prefix.prefixes
@@ -265,21 +266,21 @@ async def start() -> None:
     await heartbeat.start()
     if by_prefix is not None:
         await by_prefix.start(shared, picker.process_id)
-    listener = asyncio.create_task(_listen(wake_ups, prefixes))
+    listener = asyncio.create_task(_listen_for_notifications(wake_ups, prefixes))
     gateway = Gateway(picker, clients, loads, prefixes)
-    _running = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
+    _running_resources = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
 
 
 async def end_waits() -> None:
-    """End all requests that wait for a load with a 503; the loads continue."""
-    if _running is not None:
-        await _running.loads.close()
+    """End all requests that wait for a load with 503; the loads continue."""
+    if _running_resources is not None:
+        await _running_resources.loads.close()
 
 
 async def stop() -> None:
-    """Stop the gateway and release everything; all requests must have ended before."""
-    global _running
-    running, _running = _running, None
+    """Stop the gateway and release its resources. No request may be running."""
+    global _running_resources
+    running, _running_resources = _running_resources, None
     if running is None:
         return
     await cancellation.end(running.listener)
@@ -291,7 +292,7 @@ async def stop() -> None:
     await database_pool.close_shared()
 
 
-async def _listen(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
+async def _listen_for_notifications(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS_CHANNEL, hooks.CHANNEL, rows.CHANNEL):
         try:
             _handle_notification(channel, payload, wake_ups, prefixes)
@@ -313,9 +314,9 @@ def _handle_notification(
     if channel in (ACCESS_CHANNEL, ""):
         sockets.recheck_sockets(payload)
         recent_sessions.clear()
-        if _running is not None:
-            _running.gateway.picker.confirmed_keys.clear()
+        if _running_resources is not None:
+            _running_resources.gateway.picker.confirmed_keys.clear()
     if prefixes is not None and channel == hooks.CHANNEL:
-        prefixes.removed(hooks.decode(payload))
+        prefixes.forget_replica(hooks.decode(payload))
     if prefixes is not None and channel == "":
         prefixes.forget_all()

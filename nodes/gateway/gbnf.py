@@ -20,42 +20,42 @@ from nodes.gateway import schemas
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A literal text."""
+    """Grammar of a fixed text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a class; `members` is the class without its brackets, for example `a-z`."""
+    """Grammar of one character of a class; `members` is the class without brackets, for example `a-z`."""
 
     members: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference to the rule of this name."""
+    """Grammar that refers to the rule with this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """A sequence of parts."""
+    """Grammar of several parts in a row."""
 
     parts: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """A choice of one of the options."""
+    """Grammar that accepts one of several options."""
 
     options: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """From `least` to `most` repetitions of the part; without an upper bound if `most` is None."""
+    """Grammar of `least` to `most` repetitions of a part; there is no maximum if `most` is None."""
 
     part: "Grammar"
     least: int = 0
@@ -65,14 +65,14 @@ class Repetition:
 Grammar = Text | Chars | Reference | Concatenation | Alternatives | Repetition
 
 
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
+_ESCAPE_TABLE = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
 
 def to_text(part: Grammar) -> str:
-    """Return the text of a rule's right-hand side."""
+    """Return a grammar in GBNF, as the right-hand side of a rule."""
     match part:
         case Text(text):
-            return f'"{text.translate(_ESCAPES)}"'
+            return f'"{text.translate(_ESCAPE_TABLE)}"'
         case Chars(members):
             return f"[{members}]"
         case Reference(name):
@@ -96,20 +96,18 @@ def _repetition_suffix(least: int, most: int | None) -> str:
 
 
 MAX_REPEATS = 1000
-"""Largest supported bound; a larger one is ignored, because llama.cpp refuses larger repetition counts."""
-MAX_STEPS = 20_000
-"""Limit on the parts of a schema; a part counts once for each copy that a neighbouring choice causes."""
-MAX_COPIED = 1_000_000
-"""Limit on the characters copied from the schema and the entries merged, in total. References and choices
-copy them, so a small schema could otherwise expand to a grammar that exceeds memory.
-"""
-MAX_CHARACTERS = 20_000
-"""Limit on the sum of the length bounds of all texts; engines create a rule for each character. Length bounds
-beyond the limit are omitted.
-"""
+"""Largest bound of a repetition. Larger bounds are ignored, because llama.cpp refuses them."""
+MAX_SCHEMA_PARTS = 20_000
+"""Limit on the parts of a schema. A part is counted once for each copy that a neighbouring choice causes."""
+MAX_COPIED_CHARACTERS = 1_000_000
+"""Limit on the characters and merged entries that references and choices copy from the schema, in total.
+Without it a small schema could expand to a grammar that exceeds the memory."""
+MAX_TOTAL_TEXT_LENGTH = 20_000
+"""Limit on the sum of the length bounds of all texts, because engines create a rule for each character.
+Further length bounds are omitted."""
 
 
-_HEX = Chars("0-9a-fA-F")
+_HEX_DIGIT = Chars("0-9a-fA-F")
 _DIGIT = Chars("0-9")
 _SPACE = Reference("space")
 _COMMA = Concatenation((Text(","), _SPACE))
@@ -133,7 +131,7 @@ def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
 
 
 def _comma_separated_list(item: Grammar, least: int, most: int | None) -> Grammar:
-    """Return a comma-separated list of items."""
+    """Return the grammar of `least` to `most` items that commas separate."""
     if most == 0:
         return _EMPTY_TEXT
     most = None if most is None else max(most, least)
@@ -146,23 +144,23 @@ def _comma_separated_list(item: Grammar, least: int, most: int | None) -> Gramma
     return items if least else _optional(items)
 
 
-_DATE = (_digits(4), Text("-"), Chars("01"), _DIGIT, Text("-"), Chars("0-3"), _DIGIT)
+_DATE_PARTS = (_digits(4), Text("-"), Chars("01"), _DIGIT, Text("-"), Chars("0-3"), _DIGIT)
 _ZONE = Alternatives(
     (Text("Z"), Concatenation((Chars("-+"), Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT)))
 )
-_TIME = (
+_TIME_PARTS = (
     *(Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT),
     *(_optional(Concatenation((Text("."), Repetition(_DIGIT, 1, 9)))), _ZONE),
 )
-_UUID = (
-    *(part for count in (8, 4, 4, 4) for part in (Repetition(_HEX, count, count), Text("-"))),
-    Repetition(_HEX, 12, 12),
+_UUID_PARTS = (
+    *(part for count in (8, 4, 4, 4) for part in (Repetition(_HEX_DIGIT, count, count), Text("-"))),
+    Repetition(_HEX_DIGIT, 12, 12),
 )
-_FORMATS: Mapping[str, Grammar] = {
-    "date": _quoted(*_DATE),
-    "time": _quoted(*_TIME),
-    "date-time": _quoted(*_DATE, Text("T"), *_TIME),
-    "uuid": _quoted(*_UUID),
+_GRAMMAR_BY_FORMAT: Mapping[str, Grammar] = {
+    "date": _quoted(*_DATE_PARTS),
+    "time": _quoted(*_TIME_PARTS),
+    "date-time": _quoted(*_DATE_PARTS, Text("T"), *_TIME_PARTS),
+    "uuid": _quoted(*_UUID_PARTS),
 }
 _WHOLE_NUMBER = Alternatives((Text("0"), Concatenation((Chars("1-9"), Repetition(_DIGIT, 0, 15)))))
 _COMMON_RULES: Mapping[str, Grammar] = {
@@ -174,7 +172,9 @@ _COMMON_RULES: Mapping[str, Grammar] = {
             Concatenation(
                 (
                     Text("\\"),
-                    Alternatives((Chars('"\\\\/bfnrt'), Concatenation((Text("u"), Repetition(_HEX, 4, 4))))),
+                    Alternatives(
+                        (Chars('"\\\\/bfnrt'), Concatenation((Text("u"), Repetition(_HEX_DIGIT, 4, 4))))
+                    ),
                 )
             ),
         )
@@ -196,8 +196,10 @@ _COMMON_RULES: Mapping[str, Grammar] = {
     "array": _enclosed("[", _comma_separated_list(Reference("value"), 0, None), "]"),
     "value": Alternatives(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
-_ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
-"""Keywords that may stand beside a reference without changing its meaning."""
+_ANNOTATION_KEYWORDS = frozenset(
+    {"$ref", "$defs", "definitions", "title", "description", "default", "examples"}
+)
+"""Keywords beside a reference that do not change its meaning."""
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "required", "additionalProperties")
 _MERGED_KEYWORDS = frozenset({"properties", "patternProperties", "required", "allOf"})
 _CHOICE_KEYWORDS = frozenset({"anyOf", "oneOf"})
@@ -205,19 +207,22 @@ _ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems")
 
 
 def from_schema(schema: Mapping[str, Any]) -> str:
-    """Return the grammar's text with rule `root` for the schema. `schemas.check` must accept it first."""
+    """Return the text of the grammar for a schema, with the root rule `root`.
+
+    Call `schemas.check_schemas` first.
+    """
     return "\n".join(f"{name} ::= {to_text(part)}" for name, part in build_rules(schema).items())
 
 
 def build_rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
-    """Return the rules by name; raise InvalidInput if a limit is exceeded."""
-    builder = _Rules(schema)
-    builder.add("root", builder.of(schema))
+    """Return the grammar's rules by name. Raise InvalidInput if a limit is exceeded."""
+    builder = _RuleBuilder(schema)
+    builder.add("root", builder.grammar_of(schema))
     return builder.rules
 
 
 class _Contradiction(InvalidInput):
-    """The `const` and `enum` of the schema have no common value."""
+    """The `const` and `enum` keywords of a schema have no common value."""
 
     message = "response_format: the schema leaves no value that all of its `const` and `enum` name."
 
@@ -225,8 +230,8 @@ class _Contradiction(InvalidInput):
         super().__init__(field="response_format")
 
 
-class _Rules:
-    """Builds the rules for the parts of one schema, within the limits of this module."""
+class _RuleBuilder:
+    """Builds the rules of one schema within the limits of this module."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -241,64 +246,66 @@ class _Rules:
     def _add_rule(self, part: Grammar) -> Reference:
         return self.add(f"r{len(self.rules)}", part)
 
-    def _check(self) -> None:
-        if self._steps > MAX_STEPS or self._copied > MAX_COPIED:
+    def _check_limits(self) -> None:
+        if self._steps > MAX_SCHEMA_PARTS or self._copied > MAX_COPIED_CHARACTERS:
             raise InvalidInput("the schema combines too many choices", field="response_format")
 
     def _literal(self, value: Any) -> Text:
-        text = _json(value)
+        text = _to_json(value)
         self._copied += len(text)
-        self._check()
+        self._check_limits()
         return Text(text)
 
-    def _text(self, part: Mapping[str, Any]) -> Grammar:
+    def _string_rule(self, part: Mapping[str, Any]) -> Grammar:
         format_name = part.get("format")
-        if isinstance(format_name, str) and format_name in _FORMATS:
-            return _FORMATS[format_name]
-        least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
+        if isinstance(format_name, str) and format_name in _GRAMMAR_BY_FORMAT:
+            return _GRAMMAR_BY_FORMAT[format_name]
+        least, most = _parse_bound(part.get("minLength")) or 0, _parse_bound(part.get("maxLength"))
         self._characters += max(least, most or 0)
-        if (not least and most is None) or self._characters > MAX_CHARACTERS:
+        if (not least and most is None) or self._characters > MAX_TOTAL_TEXT_LENGTH:
             return Reference("string")
         return _quoted(Repetition(Reference("character"), least, None if most is None else max(most, least)))
 
-    def of(self, part: Any) -> Grammar:
-        """Return the grammar of a schema or of a part of a schema; unsupported parts accept any value."""
+    def grammar_of(self, part: Any) -> Grammar:
+        """Return the grammar of a part of the schema. An unsupported part accepts any value."""
         self._steps += 1
-        self._check()
+        self._check_limits()
         if not isinstance(part, Mapping):
             return Reference("value")
         if isinstance(part.get("$ref"), str):
-            has_no_siblings = part.keys() <= _ANNOTATIONS
+            has_no_siblings = part.keys() <= _ANNOTATION_KEYWORDS
             return (
                 self._reference_rule(part["$ref"])
                 if has_no_siblings
-                else self.of(self._resolve_reference(part))
+                else self.grammar_of(self._resolve_reference(part))
             )
         for name in ("anyOf", "oneOf"):
             if isinstance(part.get(name), list) and part[name]:
-                return self._choice({key: value for key, value in part.items() if key != name}, part[name])
+                return self._choice_rule(
+                    {key: value for key, value in part.items() if key != name}, part[name]
+                )
         if isinstance(part.get("allOf"), list):
             siblings = {key: value for key, value in part.items() if key != "allOf"}
-            return self.of(self._merge_all((siblings, *part["allOf"])))
+            return self.grammar_of(self._merge_all((siblings, *part["allOf"])))
         if lists := _allowed_value_lists(part):
             return Alternatives(tuple(map(self._literal, self._common_values(lists))))
         return self._type_rule(part, part.get("type"))
 
-    def _choice(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
-        """Return a choice of the options that are consistent with the sibling keywords."""
+    def _choice_rule(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
+        """Return the grammar of those options that do not contradict the keywords beside the choice."""
         alternatives: list[Grammar] = []
         for option in options:
             with contextlib.suppress(_Contradiction):
-                alternatives.append(self.of(self._merge_all((siblings, option))))
+                alternatives.append(self.grammar_of(self._merge_all((siblings, option))))
         if not alternatives:
             raise _Contradiction
         return Alternatives(tuple(alternatives))
 
     def _common_values(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
-        """Return the values that all lists contain."""
-        first, *other_lists = [{_key(value): value for value in values} for values in lists]
+        """Return the values that every list contains; raise _Contradiction if there are none."""
+        first, *other_lists = [{_comparison_key(value): value for value in values} for values in lists]
         self._copied += sum(len(key) for values in (first, *other_lists) for key in values)
-        self._check()
+        self._check_limits()
         common = [value for key, value in first.items() if all(key in values for values in other_lists)]
         if not common:
             raise _Contradiction
@@ -308,11 +315,11 @@ class _Rules:
         if isinstance(kind, list) and kind:
             return Alternatives(tuple(self._type_rule(part, option) for option in kind))
         if kind == "object" or (kind is None and any(name in part for name in _OBJECT_KEYWORDS)):
-            return self._object(part)
+            return self._object_rule(part)
         if kind == "array" or (kind is None and any(name in part for name in _ARRAY_KEYWORDS)):
-            return self._array(part)
+            return self._array_rule(part)
         if kind == "string":
-            return self._text(part)
+            return self._string_rule(part)
         if kind in ("integer", "number") and _at_least_zero(part):
             return (
                 Reference("whole")
@@ -324,7 +331,7 @@ class _Rules:
     def _reference_rule(self, reference: str) -> Reference:
         if reference not in self._references:
             self._references[reference] = self._add_rule(
-                self.of(schemas.resolve_reference(self._schema, reference))
+                self.grammar_of(schemas.resolve_reference(self._schema, reference))
             )
         return self._references[reference]
 
@@ -339,7 +346,7 @@ class _Rules:
         return merged
 
     def _resolve_reference(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Resolve the schema's reference and merge the result with the keywords beside the reference."""
+        """Return the part to which the schema refers, merged with the keywords beside the reference."""
         if not isinstance(part.get("$ref"), str):
             return part
         target = schemas.resolve_reference(self._schema, part["$ref"])
@@ -368,10 +375,10 @@ class _Rules:
             for name in _MERGED_KEYWORDS & merged.keys()
             if isinstance(merged[name], Mapping | list)
         )
-        self._check()
+        self._check_limits()
         return merged
 
-    def _object(self, part: Mapping[str, Any]) -> Grammar:
+    def _object_rule(self, part: Mapping[str, Any]) -> Grammar:
         properties = part.get("properties")
         required = part.get("required")
         listed = properties if isinstance(properties, Mapping) else {}
@@ -379,19 +386,22 @@ class _Rules:
         all_properties = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
         extra = self._extra_members_schema(part)
         members = [
-            (name in needed, Concatenation((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
+            (
+                name in needed,
+                Concatenation((self._literal(str(name)), Text(":"), _SPACE, self.grammar_of(value))),
+            )
             for name, value in all_properties.items()
             if value is not False
         ]
         extra_member = None
         if extra is not False:
             extra_member = self._add_rule(
-                Concatenation((Reference("string"), Text(":"), _SPACE, self.of(extra)))
+                Concatenation((Reference("string"), Text(":"), _SPACE, self.grammar_of(extra)))
             )
-        return _enclosed("{", self._members(members, extra_member), "}")
+        return _enclosed("{", self._members_rule(members, extra_member), "}")
 
     def _extra_members_schema(self, part: Mapping[str, Any]) -> Any:
-        """Return the schema of members that are not in `properties`; False if such members are not allowed.
+        """Return the schema of members that `properties` does not name, False if they are not allowed.
 
         An object with named members has no others unless the schema permits them, because a small model would
         invent some. GBNF has no patterns of names, so a further member must fit all `patternProperties`.
@@ -405,10 +415,12 @@ class _Rules:
         is_named = "properties" in part or "patternProperties" in part or bool(part.get("required"))
         return part.get("additionalProperties", not is_named)
 
-    def _members(self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None) -> Grammar:
-        """Return the grammar of an object's members, built from the last member to the first.
+    def _members_rule(
+        self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None
+    ) -> Grammar:
+        """Return the grammar of an object's members. It is built from the last member to the first.
 
-        Each step has two variants: `after_member` if another member precedes, `at_start` otherwise.
+        Each member has two variants: `after_member` if another member precedes it, `at_start` otherwise.
         """
         after_member: Grammar = (
             Repetition(Concatenation((_COMMA, extra_member))) if extra_member else _EMPTY_TEXT
@@ -428,22 +440,22 @@ class _Rules:
                 )
         return at_start
 
-    def _array(self, part: Mapping[str, Any]) -> Grammar:
+    def _array_rule(self, part: Mapping[str, Any]) -> Grammar:
         firsts = part.get("prefixItems")
         items = part.get("items", True)
-        least, most = _bound(part.get("minItems")) or 0, _bound(part.get("maxItems"))
+        least, most = _parse_bound(part.get("minItems")) or 0, _parse_bound(part.get("maxItems"))
         if isinstance(firsts, list) and firsts:
-            exact = [item for item_schema in firsts for item in (_COMMA, self.of(item_schema))][1:]
+            exact = [item for item_schema in firsts for item in (_COMMA, self.grammar_of(item_schema))][1:]
             missing = max(least - len(firsts), 0)
             further_items = (
                 _EMPTY_TEXT
                 if items is False
-                else Repetition(Concatenation((_COMMA, self._add_rule(self.of(items)))), missing)
+                else Repetition(Concatenation((_COMMA, self._add_rule(self.grammar_of(items)))), missing)
             )
             return _enclosed("[", Concatenation((*exact, further_items)), "]")
         if items is False:
             return _enclosed("[", _EMPTY_TEXT, "]")
-        return _enclosed("[", _comma_separated_list(self._add_rule(self.of(items)), least, most), "]")
+        return _enclosed("[", _comma_separated_list(self._add_rule(self.grammar_of(items)), least, most), "]")
 
 
 def _at_least_zero(part: Mapping[str, Any]) -> bool:
@@ -460,16 +472,16 @@ def _allowed_value_lists(part: Mapping[str, Any]) -> list[list[Any]]:
     return [*lists, enum] if isinstance(enum, list) and enum else lists
 
 
-def _key(value: Any) -> str:
-    """Return a key that is equal for equal JSON values: 1 equals 1.0, but not true."""
+def _comparison_key(value: Any) -> str:
+    """Return equal keys for equal JSON values: 1 equals 1.0, but not true."""
     is_whole = isinstance(value, float) and value.is_integer()
     return json.dumps(int(value) if is_whole else value, sort_keys=True)
 
 
-def _bound(value: Any) -> int | None:
+def _parse_bound(value: Any) -> int | None:
     is_supported = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_REPEATS
     return value if is_supported else None
 
 
-def _json(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))

@@ -1,8 +1,8 @@
-"""Execution of a generation: the calls to one engine, their options, time limits and replies.
+"""Text generation: the calls to one engine, their options, time limits and replies.
 
 The first piece of a stream must arrive within the request limit, each later piece within the stall limit
 (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`). A complete response is one piece, which saves work per
-token, so the request limit covers all of it. A disconnecting client cancels both kinds of calls.
+token, so the request limit covers all of it. If the client disconnects, the calls are cancelled.
 
 `docs/engines.md` and `docs/inference-fields.md` document each field of a call and a reply.
 """
@@ -43,21 +43,29 @@ from nodes.gateway.generation import (
 from nodes.gateway.prefix_table import prompt_bytes, prompt_chain
 from nodes.gateway.request import InferenceRequest
 
-CACHED_TOKENS = "localai-cached-tokens"
-"""Trailing metadata in which an engine may report the number of cached prompt tokens."""
-FINISH_REASON = "localai-finish-reason"
-"""Trailing metadata in which an engine may report the finish reason."""
-STOP_WORD = "localai-stop-word"
-"""Trailing metadata in which an engine may report the stop word that it found, as a JSON string."""
-_TOKEN_COUNT = re.compile("[0-9]{1,10}")
-"""The accepted form of a token count in trailing metadata."""
+CACHED_TOKENS_METADATA = "localai-cached-tokens"
+"""Name of the trailing metadata in which an engine may report the number of cached prompt tokens."""
+FINISH_REASON_METADATA = "localai-finish-reason"
+"""Name of the trailing metadata in which an engine may report the finish reason."""
+STOP_WORD_METADATA = "localai-stop-word"
+"""Name of the trailing metadata in which an engine may report the stop word, as a JSON string."""
+_TOKEN_COUNT_PATTERN = re.compile("[0-9]{1,10}")
+"""Accepted form of a token count in trailing metadata."""
 _FINISH_REASONS = ("stop", "length", "tool_calls")
-"""The accepted finish reasons; clients handle no others."""
-SCHEMA = "json_schema"
-"""Request metadata: the schema of which `Grammar` was compiled, for engines that read schemas themselves."""
-_DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
-"""The reference's values for options that neither the request nor the definition sets."""
-_NUMBERS = {
+"""Finish reasons that an engine may report. Clients handle no others."""
+SCHEMA_METADATA = "json_schema"
+"""Name of the request metadata with the JSON schema of the answer.
+
+Engines that read schemas use it instead of the grammar compiled from it.
+"""
+_DEFAULT_OPTIONS: Mapping[str, float | int] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "top_k": 40,
+    "typical_p": 1.0,
+}
+"""LocalAI's values of options that neither the request nor the definition sets."""
+_ENGINE_FIELD_BY_OPTION = {
     "temperature": "Temperature",
     "top_p": "TopP",
     "top_k": "TopK",
@@ -68,10 +76,11 @@ _NUMBERS = {
     "presence_penalty": "PresencePenalty",
     "max_tokens": "Tokens",
 }
+"""Field of an engine call for each numeric option."""
 _MAX_SEED = 2**31 - 1
-_ANY_SEED = -1
-"""The value for a random seed, in definitions and in requests; as in the reference."""
-_REQUEST_FIELDS = {
+_RANDOM_SEED = -1
+"""Seed that means a random seed, in definitions and in requests."""
+_REQUEST_FIELD_BY_ERROR_PREFIX = {
     "Grammar": "response_format",
     "json_schema": "response_format",
     "Images": "messages",
@@ -83,11 +92,11 @@ _REQUEST_FIELDS = {
     "Logprobs": "logprobs",
     "TopLogprobs": "top_logprobs",
 }
-"""Field names in requests, by the name with which an engine's error message may start."""
+"""Field of OpenAI's chat, by the engine's field name with which an error message may start."""
 
 
 class LogprobsUnsupported(InvalidInput):
-    """The model's engine cannot return log probabilities."""
+    """The engine of the model cannot return log probabilities."""
 
     message = "The model's engine does not tell log probabilities."
     code = "unsupported_by_backend"
@@ -96,8 +105,8 @@ class LogprobsUnsupported(InvalidInput):
 def sampling_options(
     sampling: Sampling, definition: Definition, request_id: str, seed: int
 ) -> PredictOptions:
-    """Return the options common to all calls of a request; `seed` is the default seed."""
-    defaults = {**_DEFAULTS, "seed": seed, **definition.generation.defaults}
+    """Return the options that all engine calls of a request share; `seed` is the default seed."""
+    defaults = {**_DEFAULT_OPTIONS, "seed": seed, **definition.generation.defaults}
     options = PredictOptions(
         ModelIdentity=definition.model,
         CorrelationId=request_id,
@@ -116,22 +125,19 @@ def sampling_options(
     options.Grammar = sampling.grammar
     if sampling.grammar.startswith("{"):
         options.Grammar = gbnf.from_schema(orjson.loads(sampling.grammar))
-        options.Metadata[SCHEMA] = sampling.grammar
-    for name, field in _NUMBERS.items():
+        options.Metadata[SCHEMA_METADATA] = sampling.grammar
+    for name, field in _ENGINE_FIELD_BY_OPTION.items():
         requested = getattr(sampling, name, None)
         value = defaults.get(name) if requested is None else requested
         if value is not None:
             setattr(options, field, value)
     requested_seed = defaults["seed"] if sampling.seed is None else sampling.seed
-    options.Seed = int(seed if requested_seed == _ANY_SEED else requested_seed) & _MAX_SEED
+    options.Seed = int(seed if requested_seed == _RANDOM_SEED else requested_seed) & _MAX_SEED
     return options
 
 
 def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int) -> PredictOptions:
-    """Return the options of the call number `answer` for this prompt.
-
-    Each call has a different seed.
-    """
+    """Return the options of engine call number `answer` for this prompt. Each call has another seed."""
     call = PredictOptions()
     call.CopyFrom(options)
     call.Seed = (options.Seed + answer) & _MAX_SEED
@@ -162,25 +168,25 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
 
 
 def rename_field(refusal: InvalidInput, generation: Generation) -> InvalidInput:
-    """Return the refusal with its field renamed to the client's name for it.
+    """Return an engine's refusal with the client's name for the refused field.
 
-    An engine's refusal concerns the field whose name begins the text of the refusal, otherwise the prompt,
-    which may be too long.
+    An engine's message may begin with the name of a field. Otherwise the refusal concerns the prompt, which
+    may be too long.
     """
     field = refusal.field
     if isinstance(refusal, Rejected):
         prompt = "messages" if isinstance(generation.prompts[0], Conversation) else "prompt"
-        field = _REQUEST_FIELDS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
+        field = _REQUEST_FIELD_BY_ERROR_PREFIX.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
     if field:
-        refusal.field = generation.names.get(field, field)
+        refusal.field = generation.client_field_names.get(field, field)
     return refusal
 
 
 class ReplyReader:
-    """Converts the replies of one call into deltas, in order.
+    """Converts the replies of one engine call into deltas, in order.
 
-    An engine that parses its own output sends `chat_deltas`; from the first `chat_deltas` on, the raw text of
-    the replies is ignored. A character may be split across two replies.
+    An engine that parses its own output sends `chat_deltas`. After the first of them, the raw text of replies
+    is ignored. A character may be split across two replies.
     """
 
     def __init__(self, choice: int, sampling: Sampling, limit: int) -> None:
@@ -192,7 +198,7 @@ class ReplyReader:
         self._prompt = self._completion = 0
 
     def delta(self, reply: Reply) -> TextDelta | None:
-        """Return the new content of the reply; None if it has no new content."""
+        """Return the new content of a reply; None if there is none."""
         self._prompt = max(self._prompt, reply.prompt_tokens)
         self._completion = max(self._completion, reply.tokens)
         self._is_parsed = self._is_parsed or bool(reply.chat_deltas)
@@ -207,7 +213,7 @@ class ReplyReader:
             for part in reply.chat_deltas
             for piece in part.tool_calls
         )
-        logprobs = _logprobs(reply.logprobs) if self._wants_logprobs and reply.logprobs else ()
+        logprobs = _parse_logprobs(reply.logprobs) if self._wants_logprobs and reply.logprobs else ()
         self._has_calls = self._has_calls or bool(tools)
         if not (text or reasoning or tools or logprobs):
             return None
@@ -217,12 +223,12 @@ class ReplyReader:
         return TextDelta(self._choice, text, reasoning, tools, logprobs)
 
     def last(self, cached: str = "", finish: str = "", stop_word: str = "") -> TextDelta:
-        """Return the choice's final delta: finish reason, stop word and usage as the engine reported them."""
+        """Return the final delta of the choice: finish reason, stop word and token usage."""
         text = "" if self._is_parsed else self._decoder.decode(b"", final=True)
-        cached_count = min(int(cached), self._prompt) if _TOKEN_COUNT.fullmatch(cached) else None
+        cached_count = min(int(cached), self._prompt) if _TOKEN_COUNT_PATTERN.fullmatch(cached) else None
         usage = Usage(self._prompt, self._completion, cached_count)
-        finish_reason = finish if finish in _FINISH_REASONS else self._finish()
-        known = _parse_text(stop_word) if stop_word and finish_reason == "stop" else ""
+        finish_reason = finish if finish in _FINISH_REASONS else self._default_finish_reason()
+        known = _parse_json_string(stop_word) if stop_word and finish_reason == "stop" else ""
         return TextDelta(
             self._choice,
             text,
@@ -231,14 +237,14 @@ class ReplyReader:
             usage=usage,
         )
 
-    def _finish(self) -> str:
+    def _default_finish_reason(self) -> str:
         if self._has_calls:
             return "tool_calls"
         return "length" if 0 < self._limit <= self._completion else "stop"
 
 
-def _parse_text(text: str) -> str:
-    """Return the value of a JSON string; "" for any other JSON or text."""
+def _parse_json_string(text: str) -> str:
+    """Return the value of a JSON string; "" if the text is anything else."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -246,21 +252,21 @@ def _parse_text(text: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
-    """Parse log probabilities in OpenAI's form, as the contract specifies; skip everything else."""
+def _parse_logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
+    """Parse an engine's log probabilities in OpenAI's form. Skip entries of another form."""
     try:
         document = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return ()
     content = document.get("content") if isinstance(document, dict) else document
     return tuple(
-        token | {"top_logprobs": [alternative for alternative, _ in _tokens(entry.get("top_logprobs"))]}
-        for token, entry in _tokens(content)
+        token | {"top_logprobs": [alternative for alternative, _ in _parse_tokens(entry.get("top_logprobs"))]}
+        for token, entry in _parse_tokens(content)
     )
 
 
-def _tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield each token of a list, without its alternatives, and the entry as the engine sent it."""
+def _parse_tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """Yield each token of a list without its alternatives, and the engine's entry for it."""
     for entry in listed if isinstance(listed, list) else ():
         if not isinstance(entry, dict) or "token" not in entry:
             continue
@@ -279,9 +285,9 @@ _TIMEOUT_MESSAGE = (
 
 
 async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
-    """Return the deltas of a complete response, generated by one replica."""
+    """Return all deltas of a response from one replica."""
     try:
-        calls = await _prepare(request, generation)
+        calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
         while True:
             async with attempts as engine:
@@ -291,9 +297,9 @@ async def generate(request: InferenceRequest, generation: Generation) -> list[Te
 
 
 async def stream(request: InferenceRequest, generation: Generation) -> AsyncGenerator[TextDelta, None]:
-    """Yield the deltas of a response. After the caller sets `request.begun`, no other replica is tried."""
+    """Yield the deltas of a response. No other replica is tried after the caller sets `request.has_begun`."""
     try:
-        calls = await _prepare(request, generation)
+        calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
         while True:
             async with attempts as engine, aclosing(await calls.start(engine)) as deltas:
@@ -304,8 +310,8 @@ async def stream(request: InferenceRequest, generation: Generation) -> AsyncGene
         raise rename_field(refusal, generation) from None
 
 
-async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls":
-    """Find the model's definition and render the prompts, once for all attempts."""
+async def _prepare_calls(request: InferenceRequest, generation: Generation) -> "_EngineCalls":
+    """Find the model's definition and render the prompts. All attempts use the result."""
     definition = await find_definition(generation.model)
     request.model = definition.name
     prompts = [
@@ -315,14 +321,14 @@ async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls
     if conf.cluster().prefix_cache:
         request.chain = prompt_chain(definition.name, prompt_bytes(prompts[0]))
     options = sampling_options(generation.sampling, definition, request.request_id, random.getrandbits(31))
-    return _Calls(request, generation, prompts, options)
+    return _EngineCalls(request, generation, prompts, options)
 
 
 _SYSTEM_ROLES = ("system", "developer")
 
 
 async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
-    """Return the conversation with the definition's system prompt and template, if it has them."""
+    """Add the definition's system prompt and render its template, if the definition has them."""
     system, template = definition.generation.system, definition.generation.template
     if system and all(message.role not in _SYSTEM_ROLES for message in prompt.messages):
         messages = (ConversationMessage("system", system), *prompt.messages)
@@ -336,19 +342,18 @@ async def render_template(definition: Definition, prompt: Conversation) -> Conve
     return msgspec.structs.replace(prompt, rendered=await templates.render(template, prompt))
 
 
-async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:
-    """Return the prompt in a form that engines accept.
-
-    Engines have no field for token ids, so the engine decodes the ids first.
-    """
+async def _decode_prompt(
+    engine: BackendClient, prompt: Prompt, request: InferenceRequest
+) -> Conversation | str:
+    """Return the prompt in a form that engines accept; the engine itself decodes token ids."""
     if not isinstance(prompt, tuple):
         return prompt
     remaining = request.deadline - clock.monotonic()
     return (await engine.detokenize(DetokenizeRequest(tokens=prompt), remaining)).content
 
 
-class _Calls:
-    """The engine calls of one request; each attempt makes all of them on one engine."""
+class _EngineCalls:
+    """The engine calls of one request. Each attempt makes all calls on one engine."""
 
     def __init__(
         self,
@@ -365,16 +370,16 @@ class _Calls:
         self._first_at: float | None = None
 
     async def start(self, engine: BackendClient) -> AsyncGenerator[TextDelta, None]:
-        """Return the deltas of all choices from this engine; the first failure cancels the other choices."""
-        texts = [await _text(engine, prompt, self._request) for prompt in self._prompts]
+        """Return the deltas of all choices. The first failure cancels the other choices."""
+        texts = [await _decode_prompt(engine, prompt, self._request) for prompt in self._prompts]
         self._called_at, self._first_at = clock.monotonic(), None
         choices = [
-            self._answer(engine, choice, with_prompt(self._options, text, answer))
+            self._generate_choice(engine, choice, with_prompt(self._options, text, answer))
             for choice, (text, answer) in enumerate(itertools.product(texts, range(self._generation.n)))
         ]
-        return choices[0] if len(choices) == 1 else _merge(choices)
+        return choices[0] if len(choices) == 1 else _merge_choices(choices)
 
-    async def _answer(
+    async def _generate_choice(
         self, engine: BackendClient, choice: int, options: PredictOptions
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas of one choice."""
@@ -396,13 +401,16 @@ class _Calls:
                     raise
             else:
                 break
-        trailing = [await replies.trailing(name) for name in (CACHED_TOKENS, FINISH_REASON, STOP_WORD)]
-        yield self._end(reader.last(*trailing))
+        trailing = [
+            await replies.trailing(name)
+            for name in (CACHED_TOKENS_METADATA, FINISH_REASON_METADATA, STOP_WORD_METADATA)
+        ]
+        yield self._end_choice(reader.last(*trailing))
 
     def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:
-        """Record the start of the response.
+        """Record the time at which the response began.
 
-        The start is the first piece, or the end of prompt processing if the engine reports it.
+        It is the time of the first piece, or the end of the prompt's processing if the engine reports it.
         """
         if self._first_at is not None:
             return
@@ -416,8 +424,8 @@ class _Calls:
         else:
             self._first_at = self._called_at + (min(prompt, now - self._called_at) if prompt > 0 else 0.0)
 
-    def _end(self, last: TextDelta) -> TextDelta:
-        """Return the last delta of a choice, with the durations of the response added."""
+    def _end_choice(self, last: TextDelta) -> TextDelta:
+        """Add the durations of the response to the last delta of a choice, and count its tokens."""
         if last.usage is not None:
             metrics.tokens_used(
                 self._request.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
@@ -429,8 +437,10 @@ class _Calls:
         return last
 
 
-async def _merge(choices: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
-    """Yield the deltas of several choices, up to `CONCURRENT_CHOICES` at a time.
+async def _merge_choices(
+    choices: Sequence[AsyncGenerator[TextDelta, None]],
+) -> AsyncGenerator[TextDelta, None]:
+    """Yield the deltas of all choices, which run up to `CONCURRENT_CHOICES` at a time.
 
     The first failure ends all choices.
     """

@@ -16,7 +16,7 @@ from localai_cluster.kit.errors import ClusterError
 
 
 class ConversationMessage(msgspec.Struct, frozen=True):
-    """One message of a conversation; `tool_calls` is JSON in OpenAI's form, "" without any."""
+    """One message of a conversation; `tool_calls` is JSON in OpenAI's form, "" without calls."""
 
     role: str
     content: str = ""
@@ -27,7 +27,7 @@ class ConversationMessage(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The input of a chat; tools are JSON in OpenAI's form, "" without any."""
+    """The messages, tools and media of a chat; tools are JSON in OpenAI's form, "" without tools."""
 
     messages: tuple[ConversationMessage, ...]
     tools: str = ""
@@ -35,13 +35,13 @@ class Conversation(msgspec.Struct, frozen=True):
     parallel_tool_calls: bool | None = None
     images: tuple[str, ...] = ()
     audios: tuple[str, ...] = ()
-    """Base64 data of the media, in the order of the messages."""
+    """Base64 data of the audio parts, in the order of the messages."""
     rendered: str | None = None
-    """The prompt that the definition's template rendered. In engine calls it replaces messages and tools."""
+    """The prompt rendered by the definition's template. Engines get it instead of messages and tools."""
 
 
 Prompt = Conversation | str | tuple[int, ...]
-"""The input of a generation: a conversation, a text to continue, or its token ids."""
+"""Input of a generation: a conversation, a text to continue, or the token ids of such a text."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -74,21 +74,21 @@ class Generation(msgspec.Struct, frozen=True):
     n: int = 1
     stream: bool = False
     usage_in_stream: bool = False
-    names: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """This dialect's names for fields of OpenAI's chat that an engine may refuse."""
+    client_field_names: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """The dialect's names for fields of OpenAI's chat. Refusals of engines use them."""
     echo: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Fields of the request that the response repeats."""
     tool_namespaces: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)
-    """For functions from a namespace: the name in this request -> the namespace and the name in it."""
+    """Namespace and name in the namespace of each function from a namespace, by its name in this request."""
 
     @property
     def choices(self) -> int:
-        """Number of choices of the request. The choices of the first prompt come first."""
+        """Number of choices of the request. All choices of the first prompt come first."""
         return len(self.prompts) * self.n
 
 
 class ToolPiece(msgspec.Struct, frozen=True):
-    """A piece of a tool call; pieces of one choice with the same index belong together."""
+    """A piece of a tool call. The pieces of one call have the same choice and index."""
 
     index: int
     id: str = ""
@@ -97,11 +97,11 @@ class ToolPiece(msgspec.Struct, frozen=True):
 
 
 NO_ARGUMENTS = "{}"
-"""Arguments of a call without reported arguments: clients parse JSON."""
+"""Arguments of a call for which the engine reports none, because clients parse the arguments as JSON."""
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of the engine; `cached` is part of `prompt`, None if the engine did not report it."""
+    """Token counts of a response; `cached` is part of `prompt`, None if the engine did not report it."""
 
     prompt: int = 0
     completion: int = 0
@@ -109,7 +109,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Durations(msgspec.Struct, frozen=True):
-    """Durations in seconds: until the engine was called, until its first piece, until its last piece."""
+    """Seconds until the engine was called, from then to the first piece, and from then to the last piece."""
 
     load: float = 0.0
     prompt: float = 0.0
@@ -117,9 +117,9 @@ class Durations(msgspec.Struct, frozen=True):
 
 
 class TextDelta(msgspec.Struct):
-    """The new content of one choice. The last delta of a choice has the finish reason, usage and durations.
+    """New content of one choice. The last delta of a choice has finish reason, usage and durations.
 
-    Immutable by convention, once its choice has ended.
+    Immutable by convention after its choice has ended.
     """
 
     choice: int
@@ -134,11 +134,12 @@ class TextDelta(msgspec.Struct):
     usage: Usage | None = None
     durations: Durations | None = None
     prompt_tokens: int = 0
-    """In the first delta of a response: the tokens of its prompt, if the engine has reported them by then."""
+    """Number of the prompt's tokens, in the first delta of a response, if the engine has reported it by
+    then."""
 
     @property
     def size(self) -> int:
-        """Approximate size in bytes of the delta in the queue."""
+        """Approximate bytes that the delta takes in a queue."""
         if not (self.tools or self.logprobs):
             return 64 + len(self.text) + len(self.reasoning)
         tools = sum(len(piece.arguments) + len(piece.name) for piece in self.tools)
@@ -147,11 +148,11 @@ class TextDelta(msgspec.Struct):
 
 
 MAX_PIPE_BYTES = 256 * 1024
-"""Approximate limit on the bytes of queued deltas; beyond it the engine is blocked."""
+"""Approximate maximum bytes of queued deltas. Above it the pipe blocks the engine's reader."""
 
 
 class Pipe:
-    """A bounded queue of deltas from engines to a client, all on one event loop."""
+    """A bounded queue of deltas between the engine's reader and the client's writer, on one event loop."""
 
     def __init__(self) -> None:
         self._queue: list[TextDelta] = []
@@ -165,7 +166,7 @@ class Pipe:
         return self._closed and not self._queue
 
     async def put(self, delta: TextDelta) -> None:
-        """Add a delta; wait while the pipe is full."""
+        """Add a delta. Wait while the queue is full."""
         while self._size > MAX_PIPE_BYTES:
             self._has_space.clear()
             await self._has_space.wait()
@@ -174,16 +175,16 @@ class Pipe:
         self._ready.set()
 
     def close(self) -> None:
-        """Mark the end: no delta is added any more."""
+        """Close the pipe. No delta may be added afterwards."""
         self._closed = True
         self._ready.set()
 
     def wake_reader(self) -> None:
-        """Wake the reader without a delta."""
+        """Make a waiting `take` return, without adding a delta."""
         self._ready.set()
 
     async def take(self) -> list[TextDelta]:
-        """Return all queued deltas; none if the pipe was closed or the reader was woken without a delta."""
+        """Wait for deltas and return all of them; none if the pipe is closed or `wake_reader` was called."""
         await self._ready.wait()
         deltas, self._queue, self._size = self._queue, [], 0
         if not self._closed:
@@ -194,7 +195,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Metadata of a response, without its content."""
+    """Metadata of a response: its id, creation time and request."""
 
     id: str
     created: int
@@ -202,39 +203,39 @@ class Head:
 
 
 class Events(Protocol):
-    """Renders the stream of one response as bytes. Stateful: calls must follow the order of the deltas."""
+    """Renders the stream of one response as bytes. Calls must follow the order of the deltas."""
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of the next deltas."""
+        """Return the encoded events for these deltas."""
         ...
 
     def render_failure(self, error: ClusterError, /) -> bytes:
-        """Return the events that end a failed stream."""
+        """Return the encoded events that end a stream after an error."""
         ...
 
 
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 """Content type of server-sent events."""
 KEEP_ALIVE_COMMENT = b": working\n\n"
-"""A server-sent comment that clients ignore."""
+"""A comment of server-sent events, which clients ignore."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """The rendering of one streamed response."""
+    """How one response is streamed: its event renderer, content type and special bytes."""
 
     events: Events
     done: bytes = b""
     """Bytes that end a successful stream."""
     kind: bytes = EVENT_STREAM_TYPE
-    """Content type of the stream."""
+    """Content type of the response."""
     keep_alive: bytes = KEEP_ALIVE_COMMENT
-    """Bytes that clients ignore and that may be sent between two events."""
+    """Bytes between two events that clients ignore."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One wire format for text generation: parsing of requests and rendering of responses."""
+    """One API for text generation: it parses requests and renders responses."""
 
     parse: Callable[[Mapping[str, Any]], Generation]
     events: Callable[[Head], Events]
@@ -242,16 +243,16 @@ class Dialect:
     done: bytes = b""
     kind: bytes = EVENT_STREAM_TYPE
     keep_alive: bytes = KEEP_ALIVE_COMMENT
-    """`done`, `kind` and `keep_alive` are as in `StreamFormat`."""
+    """Bytes between two events that clients ignore, as in `StreamFormat`."""
 
     def stream_format(self, head: Head) -> StreamFormat:
-        """Return the rendering of one streamed response."""
+        """Return how a response with this head is streamed."""
         return StreamFormat(self.events(head), self.done, self.kind, self.keep_alive)
 
 
 @dataclass
 class MergedChoice:
-    """The merged deltas of one choice."""
+    """The complete content of one choice, merged from its deltas."""
 
     text: str = ""
     reasoning: str = ""
@@ -261,7 +262,7 @@ class MergedChoice:
 
 
 def merge_deltas(deltas: Iterable[TextDelta], choices: int) -> list[MergedChoice]:
-    """Merge the deltas into `choices` choices."""
+    """Merge deltas into the complete content of each of `choices` choices."""
     merged = [MergedChoice() for _ in range(choices)]
     texts: list[list[str]] = [[] for _ in merged]
     thoughts: list[list[str]] = [[] for _ in merged]
@@ -279,7 +280,7 @@ def merge_deltas(deltas: Iterable[TextDelta], choices: int) -> list[MergedChoice
 
 
 def merge_tool_calls(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
-    """Merge pieces into complete tool calls, in the order of their indices."""
+    """Merge pieces into complete tool calls, ordered by index."""
     calls: dict[int, list[ToolPiece]] = {}
     for piece in pieces:
         calls.setdefault(piece.index, []).append(piece)
@@ -295,7 +296,7 @@ def merge_tool_calls(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
 
 
 def total_usage(deltas: Iterable[TextDelta], n: int) -> Usage:
-    """Return the usage of the whole request. Each prompt counts once, whatever its number of choices."""
+    """Return the token usage of the whole request. A prompt with several choices counts once."""
     usages = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
     firsts = [usage for choice, usage in usages if choice % n == 0]
     cached_counts = [usage.cached for usage in firsts if usage.cached is not None]

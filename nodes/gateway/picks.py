@@ -38,12 +38,13 @@ from nodes.replicas import statements, terminations
 logger = logging.getLogger(__name__)
 
 CONFIRMATION_SECONDS = 60.0
-"""Seconds for which a confirmation of a key stays valid."""
-MAX_KEYS = 10_000
+"""Seconds for which a confirmed key counts as confirmed."""
+MAX_CONFIRMED_KEYS = 10_000
+"""Maximum number of keys in `ConfirmedKeys`; beyond it the set is cleared."""
 
 
 class ConfirmedKeys:
-    """API keys that the database confirmed recently, with the time of their last confirmation.
+    """API keys that the database confirmed recently, with the times of confirmation.
 
     The set does not authenticate. It only decides how much of a body is read before the statement that picks
     a replica checks the key again. A change of a key or user clears the set (NOTIFY). After a lost NOTIFY the
@@ -58,13 +59,13 @@ class ConfirmedKeys:
         return confirmed_at is not None and clock.monotonic() - confirmed_at < CONFIRMATION_SECONDS
 
     def add(self, key_hash: str) -> None:
-        """Record that the key is valid now."""
-        if len(self._confirmed_at) >= MAX_KEYS and key_hash not in self._confirmed_at:
+        """Record that the key was valid just now."""
+        if len(self._confirmed_at) >= MAX_CONFIRMED_KEYS and key_hash not in self._confirmed_at:
             self._confirmed_at.clear()
         self._confirmed_at[key_hash] = clock.monotonic()
 
     def discard(self, key_hash: str) -> None:
-        """Remove a key that the database reported as invalid."""
+        """Remove a key that is not valid."""
         self._confirmed_at.pop(key_hash, None)
 
     def clear(self) -> None:
@@ -80,28 +81,28 @@ _RETRYABLE_ERRORS = (
     psycopg.errors.SerializationFailure,
 )
 _STATEMENT_ATTEMPTS = 3
-RELEASE_DELAY = 0.005
-"""Seconds that a release waits for other releases that can share its statement."""
-CROWD = 4
-"""Number of picks in one statement from which on the next statement waits for more picks."""
-CROWD_DELAY = 0.003
-"""Seconds for which the next statement waits for more picks."""
+RELEASE_DELAY_SECONDS = 0.005
+"""Seconds for which a release waits for more releases to share one statement."""
+MIN_CROWDED_PICKS = 4
+"""Number of picks in one statement after which the next statement waits for more picks."""
+CROWD_DELAY_SECONDS = 0.003
+"""Seconds for which a statement waits for more picks if there are many."""
 
 
-Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
-"""Returns the prefix weight of each replica of a model, by node and index (R3.12)."""
+PrefixWeights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
+"""Returns the prefix weight of each replica of a model, with its node and index (R3.12)."""
 
 
 def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
-    """Return no weights: picks ignore prefixes."""
+    """Return no weights, so that picks ignore prefixes."""
     return ()
 
 
-class _Exchange:
-    """The requests of one statement, its document, and the numbers that identify picks in the result.
+class _StatementBatch:
+    """The picks and releases of one statement, as the document that the statement reads.
 
-    Equal pick requests have one number, `ask`. If a rule routes without prefixes, the picks of one scope
-    (model and allowed nodes) are distributed together, under the number of the scope, which is below 0.
+    `ask` numbers the distinct pick requests. If a rule routes without prefixes, the picks of one scope (model
+    and allowed nodes) are distributed together; the number of a scope is below 0.
     """
 
     def __init__(self, requests: list[InferenceRequest], released: Counter[UUID]) -> None:
@@ -122,13 +123,13 @@ class _Exchange:
             self._picks[ask, request.key_hash] += 1
             self.numbers.append((ask,) if pick_request.cached_ratio is None else (ask, scope))
 
-    def document(self, weights: Weights) -> dict[str, Any]:
-        """Return the statement's document, with the prefix weights if any pick has a prompt."""
+    def document(self, weights: PrefixWeights) -> dict[str, Any]:
+        """Return the document for the statement, with prefix weights if a pick has a prompt."""
         pick_requests = list(self._asks)
         document = {
             "keys": list({request.key_hash for request in self.requests if request.key_hash}),
             "picks": [
-                self._pick(pick_requests[ask], ask) | {"key": key, "n": n}
+                self._pick_document(pick_requests[ask], ask) | {"key": key, "n": n}
                 for (ask, key), n in self._picks.items()
             ],
             "releases": [{"id": replica, "n": n} for replica, n in self._released.items()],
@@ -149,7 +150,7 @@ class _Exchange:
             },
         }
 
-    def _pick(self, pick_request: PickRequest, ask: int) -> dict[str, Any]:
+    def _pick_document(self, pick_request: PickRequest, ask: int) -> dict[str, Any]:
         return {
             "ask": ask,
             "scope": self._scopes[pick_request.scope],
@@ -162,9 +163,11 @@ class _Exchange:
 
 
 class Picker:
-    """Picks and releases of one web process. Bound to one event loop."""
+    """Picks and releases replicas for one web process. Bound to one event loop."""
 
-    def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
+    def __init__(
+        self, pool: Pool, connection: DedicatedConnection, weights: PrefixWeights = no_weights
+    ) -> None:
         self.process_id = uuid4()
         self.confirmed_keys = ConfirmedKeys()
         self._weights = weights
@@ -185,10 +188,10 @@ class Picker:
         self._delayed: asyncio.TimerHandle | None = None
 
     async def acquire(self, request: InferenceRequest) -> Replica | None:
-        """Pick a replica of the request's model and count the request; return None if no replica is loaded.
+        """Pick a replica of the request's model and count the request. Return None if no replica is loaded.
 
-        The same statement confirms the request's API key and sets its principal; without a model it does
-        nothing else. Raises WrongKey for an invalid key, Unavailable if the database is unreachable.
+        The same statement confirms the request's API key and sets its principal. For a request without a
+        model it only confirms the key. Raise WrongKey for an invalid key, Unavailable without a database.
         """
         started_at, outcome, picked = clock.monotonic(), "failed", request.begin_pick()
         self._waiting.append(request)
@@ -211,7 +214,7 @@ class Picker:
         return request.replica
 
     def release(self, replica: Replica) -> None:
-        """Stop counting one request. Never waits and never raises, so every code path can call it (R2.73)."""
+        """Stop counting one request on the replica (R2.73). It neither waits nor raises."""
         if self._held[replica.id] <= 1:
             del self._held[replica.id]
         else:
@@ -220,7 +223,7 @@ class Picker:
         self._wake_soon()
 
     async def settle(self) -> None:
-        """Create or renew this process's row and set its counts in the database to those in memory."""
+        """Create or renew this process's row. Set its in-flight counts to those in memory."""
         self._unsettled = True
         self._wake()
         await self.wait_until_idle()
@@ -228,20 +231,20 @@ class Picker:
             raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
 
     async def exclude(self, replica: Replica, *, has_wrong_model: bool = False) -> bool:
-        """Exclude a replica that failed to serve from further picks; return True if it was in the picks.
+        """Exclude a replica that failed to serve from picks. Return True if it was not excluded before.
 
-        Only the picked row is excluded, not a later row of the same slot. `has_wrong_model`: the engine
-        responds, but has another model or none.
+        Only the picked row is excluded, not a later row of the same slot. `has_wrong_model` is true if the
+        engine responds but has another model or none.
         """
         reason = PhaseReason.WRONG_MODEL if has_wrong_model else PhaseReason.LOST
         return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
 
     async def renew(self) -> bool:
-        """Renew this process's row; return False if the row no longer exists."""
-        return await self._pool.run(statements.RENEW, self._parameters()) == 1
+        """Renew the heartbeat of this process's row. Return False if the row no longer exists."""
+        return await self._pool.run(statements.RENEW, self._process_parameters()) == 1
 
     async def report_counts(self) -> None:
-        """Write the counts for models since the last report; never raises.
+        """Write the request counts of models since the last report. Errors are logged.
 
         A failed report is not repeated, because it may have been written.
         """
@@ -251,12 +254,12 @@ class Picker:
             logger.info("Figures of some seconds are lost: %s", error)
 
     async def unregister(self) -> None:
-        """Release all requests and remove this process's row, when the process stops."""
+        """Release all requests and remove this process's row, because the process stops."""
         await self.wait_until_idle()
         self._cancel_delayed()
         self._released.clear()
         await self._connection.close()
-        parameters = {**self._parameters(), "ids": []}
+        parameters = {**self._process_parameters(), "ids": []}
         texts = (statements.LOCK_USED, statements.RELEASE_ALL, statements.DELETE_PROCESS)
         await self._pool.run_in_transaction([(text, parameters) for text in texts])
 
@@ -266,17 +269,17 @@ class Picker:
             await asyncio.wait([self._task])
 
     def in_flight(self) -> int:
-        """Return the number of requests that run in this process now."""
+        """Return the number of running requests in this process."""
         return self._held.total()
 
-    def _parameters(self) -> Parameters:
+    def _process_parameters(self) -> Parameters:
         now = clock.now()
         gap = now - timedelta(seconds=conf.cluster().web_stale_after)
         return {**self._identity, "now": now, "gap": gap}
 
     def _wake_soon(self) -> None:
         if self._released and self._task is None and self._delayed is None:
-            self._delayed = asyncio.get_running_loop().call_later(RELEASE_DELAY, self._wake)
+            self._delayed = asyncio.get_running_loop().call_later(RELEASE_DELAY_SECONDS, self._wake)
 
     def _cancel_delayed(self) -> None:
         if self._delayed is not None:
@@ -290,38 +293,41 @@ class Picker:
 
     async def _run(self) -> None:
         try:
-            count = await self._exchange()
+            count = await self._run_statement()
             while self._waiting or self._unsettled:
-                if count >= CROWD:
-                    await asyncio.sleep(CROWD_DELAY)
-                count = await self._exchange()
+                if count >= MIN_CROWDED_PICKS:
+                    await asyncio.sleep(CROWD_DELAY_SECONDS)
+                count = await self._run_statement()
         except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
-            self._refuse(
+            self._fail_waiting(
                 Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
             )
         except Exception:
             logger.exception("Picking failed")
             self._unsettled = True
-            self._refuse(ClusterError())
+            self._fail_waiting(ClusterError())
         finally:
             self._task = None
             self._wake_soon()
 
-    def _refuse(self, error: Exception) -> None:
+    def _fail_waiting(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            _fail(request, error)
+            _fail_pick(request, error)
 
-    async def _exchange(self) -> int:
-        """Run one statement for all that wait; return the number of its picks."""
+    async def _run_statement(self) -> int:
+        """Run one statement for all waiting picks and releases. Return the number of picks."""
         if self._unsettled:
-            await self._settle()
-        requests, self._waiting = [request for request in self._waiting if not request.picked.cancelled()], []
+            await self._settle_counts()
+        requests, self._waiting = (
+            [request for request in self._waiting if not request.pick_result.cancelled()],
+            [],
+        )
         released, self._released = self._released, Counter()
         if not requests and not released:
             return 0
-        exchange = _Exchange(requests, released)
+        exchange = _StatementBatch(requests, released)
         document = orjson.dumps(exchange.document(self._weights)).decode()
         values = (str(self.process_id), clock.now().isoformat(), document)
         try:
@@ -329,26 +335,28 @@ class Picker:
         except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
             # The statement may have taken effect: a settlement comes before the next exchange.
             self._unsettled = True
-            self._waiting = [*self._retryable(requests, error), *self._waiting]
+            self._waiting = [*self._retryable_requests(requests, error), *self._waiting]
         else:
-            self._distribute(exchange, rows)
+            self._distribute_replicas(exchange, rows)
         return len(requests)
 
-    def _retryable(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
+    def _retryable_requests(
+        self, requests: list[InferenceRequest], error: Exception
+    ) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
         limit = _STATEMENT_ATTEMPTS if isinstance(error, _RETRYABLE_ERRORS) else 2
         for request in requests:
             request.pick_attempts += 1
             if request.pick_attempts >= limit:
-                _fail(
+                _fail_pick(
                     request,
                     Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2),
                 )
         if requests and requests[0].pick_attempts >= limit:
             logger.warning("Cannot pick replicas: %s", error)
-        return [request for request in requests if not request.picked.done()]
+        return [request for request in requests if not request.pick_result.done()]
 
-    def _distribute(self, exchange: _Exchange, rows: list[tuple[Any, ...]]) -> None:
+    def _distribute_replicas(self, exchange: _StatementBatch, rows: list[tuple[Any, ...]]) -> None:
         owners: dict[str, Principal] = {}
         replicas: dict[int, list[Replica]] = {}
         is_cached: dict[int, bool | None] = {}
@@ -364,14 +372,16 @@ class Picker:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
                 self.confirmed_keys.discard(request.key_hash)
-                _fail(request, WrongKey())
+                _fail_pick(request, WrongKey())
                 continue
             ask = next((number for number in numbers if replicas.get(number)), None)
             request.is_prefix_cached = is_cached.get(ask) if ask is not None else None
-            self._answer(request, owner, replicas[ask].pop() if ask is not None else None)
+            self._complete_pick(request, owner, replicas[ask].pop() if ask is not None else None)
 
-    def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
-        if request.picked.done():
+    def _complete_pick(
+        self, request: InferenceRequest, owner: Principal | None, replica: Replica | None
+    ) -> None:
+        if request.pick_result.done():
             if replica is not None:
                 self.release(replica)
             return
@@ -379,43 +389,46 @@ class Picker:
             self.confirmed_keys.add(request.key_hash)
             request.principal, request.key_hash = owner, ""
         request.replica = replica
-        request.picked.set_result(None)
+        request.pick_result.set_result(None)
 
-    async def _settle(self) -> None:
+    async def _settle_counts(self) -> None:
         await self._pool.check()
         held, self._released = dict(self._held), Counter()
-        parameters = {**self._parameters(), "ids": list(held), "counts": list(held.values())}
+        parameters = {**self._process_parameters(), "ids": list(held), "counts": list(held.values())}
         texts = (statements.ANNOUNCE, statements.LOCK_USED, statements.SETTLE)
         await self._pool.run_in_transaction([(text, parameters) for text in texts])
         self._unsettled = False
 
 
-def _fail(request: InferenceRequest, error: Exception) -> None:
-    if not request.picked.done():
-        request.picked.set_exception(error)
+def _fail_pick(request: InferenceRequest, error: Exception) -> None:
+    if not request.pick_result.done():
+        request.pick_result.set_exception(error)
 
 
-HEARTBEATS_PER_LIMIT = 3
-"""Number of renewals of the row per silence limit."""
-HEARTBEATS_PER_AUDIT = 12
-"""Number of heartbeats between two settlements of the counts; a statement may outlive its connection."""
+HEARTBEATS_PER_SILENCE_LIMIT = 3
+"""Number of heartbeats of a process within the time after which it counts as dead."""
+HEARTBEATS_PER_SETTLEMENT = 12
+"""Number of heartbeats between two settlements of the counts.
+
+A statement may take effect after its connection was lost, so the counts can differ.
+"""
 
 
 class ProcessHeartbeat:
-    """Renews the row of one web process."""
+    """Renews the database row of one web process periodically."""
 
     def __init__(self, picker: Picker, silence_limit: float) -> None:
         self._picker = picker
-        self._interval = silence_limit / HEARTBEATS_PER_LIMIT
+        self._interval = silence_limit / HEARTBEATS_PER_SILENCE_LIMIT
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Register the process; if the database is unreachable, the registration happens later."""
-        await self._announce()
+        """Register the process. If the database is unreachable, a later heartbeat registers it."""
+        await self._register()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Release all requests and remove the row."""
+        """Release all requests and remove the process's row."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -442,10 +455,10 @@ class ProcessHeartbeat:
             await self._picker.report_counts()
             if not is_registered:
                 logger.warning("This process was taken for dead; it announces itself again")
-            if not is_registered or heartbeats % HEARTBEATS_PER_AUDIT == 0:
-                await self._announce()
+            if not is_registered or heartbeats % HEARTBEATS_PER_SETTLEMENT == 0:
+                await self._register()
 
-    async def _announce(self) -> None:
+    async def _register(self) -> None:
         try:
             await self._picker.settle()
         except Unavailable as error:

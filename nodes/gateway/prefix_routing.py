@@ -1,9 +1,9 @@
-"""Routing by prefix in one web process: its table, its advice to picks, its updates from their results.
+"""Routing by prefix in one web process: its prefix table, preferred replicas for picks, and updates.
 
-For a request with a chain, `set_preferred_replica` finds the replica that had the prompt's prefix, the pick
-is one statement, and `record_pick` stores the result and notifies other processes. The overload guard is in
-the statement, because only the database has the load of all replicas. `PrefixService` connects the router to
-the bus, which carries updates between web processes (decision 20); without the bus each process knows its own
+For a request with a chain, `set_preferred_replica` finds the replica that had the prompt's prefix. The pick
+is one statement. `record_pick` stores the result and notifies other processes. The overload guard is in the
+statement, because only the database has the load of all replicas. `PrefixService` connects the router to the
+bus, which carries updates between web processes (decision 20); without the bus each process knows its own
 prompts only.
 """
 
@@ -25,7 +25,7 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics
 from nodes.gateway.prefix_table import PrefixTables, Slot
-from nodes.gateway.prefix_updates import Outbox, PrefixObserved, PrefixUpdate, subscribe
+from nodes.gateway.prefix_updates import Outbox, PrefixObserved, PrefixUpdate, subscribe_to_updates
 from nodes.gateway.request import InferenceRequest
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Pressure:
-    """The diversions of one web process: the latest times of each model, up to the number that counts."""
+    """Times of diversions by model in one web process, at most as many as scaling needs.
+
+    A diversion is a request that did not go to the replica that caches its prompt.
+    """
 
     def __init__(self, window: timedelta = WINDOW) -> None:
         self._window = window
@@ -48,7 +51,7 @@ class Pressure:
         self._prune(times, now)
 
     def recent_times(self, model: str, now: datetime) -> Sequence[datetime]:
-        """Return the times that are at most one window old, oldest first (R3.19)."""
+        """Return the times of diversions within the window, oldest first (R3.19)."""
         times = self._times.get(model)
         if times is None:
             return ()
@@ -63,11 +66,11 @@ class Pressure:
 
 
 REPORT_SECONDS = 2.0
-"""Seconds between two reports of pressure, and between two checks whether a sweep is due."""
+"""Seconds between two reports of pressure, and between two checks for expired blocks."""
 
 
 class PrefixRouter:
-    """Prefix routing of one web process. Bound to the serving event loop."""
+    """Chooses the preferred replica of each request by its prompt. Bound to the serving event loop."""
 
     def __init__(self, ttl: float, publish: Callable[[PrefixUpdate], None]) -> None:
         self._affinity = PrefixTables(ttl)
@@ -78,11 +81,11 @@ class PrefixRouter:
         self._sweep_every, self._swept_at = ttl / 2, clock.monotonic()
 
     def entries(self) -> int:
-        """Return the number of blocks in the prefix tables."""
+        """Return the number of prompt blocks in the prefix tables."""
         return len(self._affinity)
 
     def set_preferred_replica(self, request: InferenceRequest) -> None:
-        """Set the preferred replica and the cached prefix ratio for the request's next pick (R2.6)."""
+        """Set the preferred replica and the cached prefix ratio of the request before its pick (R2.6)."""
         if not request.chain:
             return
         match = self._affinity.match(request.model, request.chain, clock.monotonic())
@@ -90,7 +93,7 @@ class PrefixRouter:
         request.cached_ratio = 0.0 if match is None else match.depth / len(request.chain)
 
     def record_pick(self, request: InferenceRequest) -> None:
-        """Record the result of the request's pick (R3.17, R3.18)."""
+        """Record which replica the request got (R3.17, R3.18)."""
         replica = request.replica
         if replica is None or request.is_prefix_cached is None:
             return
@@ -113,35 +116,35 @@ class PrefixRouter:
         return self._affinity.weights(model, clock.monotonic())
 
     def apply_update(self, update: PrefixUpdate) -> None:
-        """Apply an update from another process (R3.21), without forwarding it."""
+        """Apply an update of another process to the tables (R3.21). The update is not forwarded."""
         if isinstance(update, PrefixObserved):
             slot = update.node_id, update.replica
             self._affinity.observe(update.model, update.chain, slot, clock.monotonic())
         else:
             self._affinity.forget(update.model, update.node_id, update.replica)
 
-    def removed(self, replica: RemovedReplica) -> None:
+    def forget_replica(self, replica: RemovedReplica) -> None:
         """Forget a replica whose row was deleted (R3.23)."""
         self._affinity.forget(replica.model_name, replica.node_id, replica.replica_index)
 
     def forget_all(self) -> None:
-        """Drop all entries after a period in which removals of replicas may have been missed."""
+        """Clear the tables, because removals of replicas may have been missed."""
         self._affinity.clear()
 
     async def run_reports(self, pool: Pool, process: UUID) -> None:
-        """Report pressure and drop expired entries until cancelled."""
+        """Report pressure and drop expired blocks periodically, until cancelled."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             if clock.monotonic() - self._swept_at >= self._sweep_every:
                 self._swept_at = clock.monotonic()
                 self._affinity.sweep(self._swept_at)
             try:
-                await self.report(pool, process)
+                await self.report_pressure(pool, process)
             except (psycopg.Error, *UNREACHABLE) as error:
                 logger.warning("Cannot report pressure: %s", error)
 
-    async def report(self, pool: Pool, process: UUID) -> None:
-        """Store new pressure in one statement for all models; the next report includes a failed one."""
+    async def report_pressure(self, pool: Pool, process: UUID) -> None:
+        """Store new pressure of all models in one statement. If it fails, the next report includes it."""
         if not self._unreported:
             return
         models, self._unreported, now = self._unreported, set(), clock.now()
@@ -163,7 +166,7 @@ def _report_parameters(
 
 
 class PrefixService:
-    """Prefix routing of one web process. Bound to the serving event loop."""
+    """Prefix routing of one web process with its bus connection. Bound to the serving event loop."""
 
     def __init__(self, ttl: float, bus: Bus) -> None:
         self._bus = bus
@@ -173,16 +176,16 @@ class PrefixService:
 
     @classmethod
     def connect(cls, ttl: float) -> "PrefixService":
-        """Create a service with its own bus connection, which `stop` closes."""
+        """Create a service with a bus connection of its own, which `stop` closes."""
         bus = NatsBus(bus_access.service("web"), name="web", echo=False)
         bus.start()
         return cls(ttl, bus)
 
     async def start(self, pool: Pool, process: UUID) -> None:
-        """Start to send and receive updates, without waiting for a connection."""
+        """Start sending and receiving updates. Do not wait for the connection."""
         metrics.set_reader(metrics.PREFIX_ENTRIES, self.prefixes.entries)
-        hooks.on_removed.append(self._outbox.removed)
-        await subscribe(self._bus, self.prefixes.apply_update)
+        hooks.on_removed.append(self._outbox.queue_removal)
+        await subscribe_to_updates(self._bus, self.prefixes.apply_update)
         self._tasks = [
             asyncio.create_task(self._outbox.run(), name="prefix news"),
             asyncio.create_task(self.prefixes.run_reports(pool, process), name="prefixes"),
@@ -190,6 +193,6 @@ class PrefixService:
 
     async def stop(self) -> None:
         """Stop the tasks and close the bus."""
-        hooks.on_removed.remove(self._outbox.removed)
+        hooks.on_removed.remove(self._outbox.queue_removal)
         await cancellation.end(*self._tasks)
         await self._bus.close()

@@ -1,6 +1,6 @@
-"""Chains of prompts, and the table of the replica that last received each beginning of a prompt. Pure.
+"""Chains of prompts, and the table of replicas that last received the beginning of a prompt. Pure.
 
-A chain has one hash per block of a prompt, over the block and all blocks before it: two prompts for one model
+A chain has one hash per block of a prompt, over the block and all blocks before it. Two prompts for one model
 have equal hashes at a position if and only if they are equal up to this position. Every process computes
 equal hashes for equal prompts, because processes exchange them (R3.3, R3.4).
 
@@ -22,16 +22,19 @@ from xxhash import xxh64_intdigest
 from nodes.gateway.generation import Conversation, Prompt
 
 Chain = tuple[int, ...]
+"""Hashes of the blocks of a prompt, in order."""
 
-WINDOW = 256
-"""Bytes of a prompt per block (C40)."""
-DEPTH = 64
+BLOCK_BYTES = 256
+"""Bytes of a prompt in one block (C40)."""
+MAX_CHAIN_BLOCKS = 64
 """Maximum number of blocks in a chain (C40)."""
-MAX_PROMPT_BYTES = WINDOW * DEPTH
-"""Bytes at the beginning of a prompt that the chain covers."""
+MAX_PROMPT_BYTES = BLOCK_BYTES * MAX_CHAIN_BLOCKS
+"""Maximum bytes of a prompt that a chain covers."""
 
 
-def prompt_chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
+def prompt_chain(
+    model: str, prompt: bytes, window: int = BLOCK_BYTES, depth: int = MAX_CHAIN_BLOCKS
+) -> Chain:
     """Return the hashes of the prompt's blocks (R3.3, R3.4). The last block may be short."""
     hashes, last = [], xxh64_intdigest(model.encode())
     for start in range(0, min(len(prompt), window * depth), window):
@@ -41,17 +44,17 @@ def prompt_chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = D
 
 
 def prompt_bytes(prompt: Prompt) -> bytes:
-    """Return the beginning of the engine's prompt text.
+    """Return the beginning of the text that the engine gets as the prompt.
 
-    If the engine renders the messages, the result is the role and content of each message. The result is
-    empty for token ids, because only the engine can decode them.
+    If the engine renders the messages, the text is the role and content of each message. For token ids the
+    result is empty, because only the engine can decode them.
     """
     if isinstance(prompt, Conversation):
-        return _message_bytes(prompt) if prompt.rendered is None else _text(prompt.rendered)
-    return _text(prompt) if isinstance(prompt, str) else b""
+        return _message_bytes(prompt) if prompt.rendered is None else _head_bytes(prompt.rendered)
+    return _head_bytes(prompt) if isinstance(prompt, str) else b""
 
 
-def _text(prompt: str) -> bytes:
+def _head_bytes(prompt: str) -> bytes:
     return prompt[:MAX_PROMPT_BYTES].encode()[:MAX_PROMPT_BYTES]
 
 
@@ -65,27 +68,27 @@ def _message_bytes(conversation: Conversation) -> bytes:
     return b"".join(pieces)[:MAX_PROMPT_BYTES]
 
 
-HALF_LIFE = 120.0
-"""Seconds in which a block loses half of its weight (C43)."""
-MAX_ENTRIES = 131_072
-"""Limit on the blocks of all models, about 25 MB: 2,048 prompts of the maximum length."""
-MAX_OWNERS = 4096
-"""Limit on the replicas of one model in the table."""
+HALF_LIFE_SECONDS = 120.0
+"""Seconds in which the weight of a block halves (C43)."""
+MAX_TABLE_BLOCKS = 131_072
+"""Maximum number of blocks of all models, about 25 MB: 2,048 prompts of the maximum length."""
+MAX_OWNERS_PER_MODEL = 4096
+"""Maximum number of replicas of one model in its table."""
 
 Slot = tuple[UUID, int]
-"""A replica slot: node and index. A new engine in the same slot counts as the same replica."""
+"""Node and index of a replica. A new engine in the slot counts as the same replica."""
 
 
 class Match(NamedTuple):
-    """The replica slot that last received the longest cached prefix of a prompt; `depth` is in blocks."""
+    """The slot that last received the longest cached prefix of a prompt; `depth` is the prefix in blocks."""
 
     slot: Slot
     depth: int
 
 
 @dataclass(slots=True, eq=False)
-class _Owner:
-    """A replica as the owner of blocks; `weight` is their total weight at the time `updated_at`."""
+class _BlockOwner:
+    """A replica that owns blocks. `weight` is the total weight of its blocks at the time `updated_at`."""
 
     slot: Slot
     updated_at: float
@@ -94,13 +97,13 @@ class _Owner:
     removed: bool = False
 
     def add(self, count: int, now: float, half_life: float) -> None:
-        """Add `count` blocks that are used now."""
+        """Add the weight of `count` blocks that are used at the time `now`."""
         self.weight = self.weight * _decay_factor(now - self.updated_at, half_life) + count
         self.updated_at = now
         self.blocks += count
 
     def subtract(self, count: int, used_at: float, now: float, half_life: float) -> None:
-        """Subtract `count` blocks that have a new owner, were used again or were dropped."""
+        """Subtract the weight of `count` blocks that were last used at the time `used_at`."""
         self.blocks -= count
         if now != self.updated_at:
             self.weight *= _decay_factor(now - self.updated_at, half_life)
@@ -116,22 +119,22 @@ def _decay_factor(age: float, half_life: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class _PrefixNode:
-    """A node of the radix tree: consecutive blocks after the blocks of `parent`, always used together.
+    """A node of the radix tree: consecutive blocks that were always used together, after those of `parent`.
 
-    Every use of a block is also a use of the blocks before it. So a node was used at least as recently as the
+    A use of a block is also a use of the blocks before it. So a node is used at least as recently as the
     nodes below it, and the table always has a chain from its beginning.
     """
 
     parent: "_PrefixNode | None"
     start: int
-    """Number of blocks before the first block of this node."""
+    """Position of the node's first block in its chain."""
     blocks: Chain
-    owner: _Owner
+    owner: _BlockOwner
     used_at: float
 
 
-class _Table:
-    """The prefix tree of one model."""
+class _ModelTable:
+    """The radix tree of one model's prompts."""
 
     def __init__(self, tables: "PrefixTables", ttl: float, half_life: float) -> None:
         self._tables = tables
@@ -139,7 +142,7 @@ class _Table:
         """The node of each block."""
         self.size = 0
         """Number of blocks in all nodes; larger than `nodes` if a hostile chain repeats blocks."""
-        self.owners: dict[Slot, _Owner] = {}
+        self.owners: dict[Slot, _BlockOwner] = {}
         self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
         """All nodes, the least recently used first; within one chain, the last node comes first."""
         self._ttl = ttl
@@ -147,7 +150,7 @@ class _Table:
         self._none_expires_before = 0.0
 
     def expire(self, now: float) -> None:
-        """Drop expired nodes (R3.10)."""
+        """Drop nodes that were not used for the time to live (R3.10)."""
         if now < self._none_expires_before:
             return
         while self._order:
@@ -158,7 +161,7 @@ class _Table:
             self._drop(node, len(node.blocks), now)
 
     def shrink(self, count: int, now: float) -> None:
-        """Drop the least recently used blocks; within one prompt the last blocks go first."""
+        """Drop the `count` least recently used blocks; of one prompt, the last blocks first."""
         while count > 0 and self._order:
             node = next(iter(self._order))
             dropped = min(count, len(node.blocks))
@@ -166,10 +169,9 @@ class _Table:
             count -= dropped
 
     def depth(self, chain: Chain) -> int:
-        """Return the number of blocks at the beginning of the chain that the table has.
+        """Return the number of blocks at the beginning of the chain that are in the table.
 
-        Another process may send an invalid chain: a block counts only at the position at which the table has
-        it.
+        Another process may send an invalid chain, so a block counts only at its position in the table.
         """
         nodes = self.nodes
         for position in range(len(chain) - 1, -1, -1):
@@ -181,22 +183,22 @@ class _Table:
         return 0
 
     def match(self, chain: Chain, depth: int, now: float) -> Match | None:
-        """Return the match of the deepest live block among the first `depth` blocks of the chain, or None."""
+        """Return the match of the last usable block among the first `depth` blocks of the chain, or None."""
         node = self.nodes[chain[depth - 1]] if depth else None
         while node is not None and (node.owner.removed or now - node.used_at > self._ttl):
             depth, node = node.start, node.parent
         return None if node is None else Match(node.owner.slot, depth)
 
     def observe(self, chain: Chain, slot: Slot, now: float) -> bool:
-        """Make the replica the owner of every block (R3.9); return False if it already owned all of them."""
+        """Make the replica the owner of the chain's blocks (R3.9). Return False if it already owned them."""
         self.expire(now)
         depth = self.depth(chain)
         is_new = depth < len(chain) or self.match(chain, depth, now) != (slot, depth)
         owner = self.owners.get(slot)
         if owner is None:
-            if len(self.owners) >= MAX_OWNERS:
+            if len(self.owners) >= MAX_OWNERS_PER_MODEL:
                 return is_new
-            owner = self.owners[slot] = _Owner(slot, now)
+            owner = self.owners[slot] = _BlockOwner(slot, now)
         node = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
         owner.add(len(chain), now, self._half_life)
         # From the end to the beginning, so that the first blocks, which most prompts share, are dropped last.
@@ -215,19 +217,19 @@ class _Table:
         return is_new
 
     def forget(self, node: UUID, index: int) -> None:
-        """Skip the replica's blocks from now on (R3.22); `index` below 0: of all replicas on the node."""
+        """Stop matching the replica's blocks (R3.22). An index below 0 means all replicas on the node."""
         slots = [slot for slot in self.owners if slot[0] == node] if index < 0 else [(node, index)]
         for slot in slots:
             if (owner := self.owners.pop(slot, None)) is not None:
                 owner.removed = True
 
     def weights(self, now: float) -> Iterator[tuple[Slot, float]]:
-        """Yield the weight of each replica (R3.12). The caller drops expired nodes before."""
+        """Yield the weight of each replica (R3.12). The caller must drop expired nodes first."""
         for owner in self.owners.values():
             yield owner.slot, owner.weight * _decay_factor(now - owner.updated_at, self._half_life)
 
     def _split(self, node: _PrefixNode, depth: int) -> _PrefixNode:
-        """Return the node that ends after `depth` blocks; the rest of `node` stays below it."""
+        """Split the node after `depth` blocks of its chain; return the first part."""
         count = depth - node.start
         if count == len(node.blocks):
             return node
@@ -238,7 +240,7 @@ class _Table:
         return head
 
     def _drop(self, node: _PrefixNode, count: int, now: float) -> None:
-        """Drop the last `count` blocks of a node without nodes below it."""
+        """Drop the last `count` blocks of a node that has no nodes below it."""
         for block in node.blocks[-count:]:
             if self.nodes.get(block) is node:
                 del self.nodes[block]
@@ -252,7 +254,7 @@ class _Table:
         self.size += count
         self._tables.size += count
 
-    def _subtract(self, owner: _Owner, count: int, used_at: float, now: float) -> None:
+    def _subtract(self, owner: _BlockOwner, count: int, used_at: float, now: float) -> None:
         if owner.removed:
             return
         owner.subtract(count, used_at, now, self._half_life)
@@ -261,13 +263,15 @@ class _Table:
 
 
 class PrefixTables:
-    """The prefix tables of one web process, by model. Times are seconds of a monotonic clock."""
+    """The prefix tables of one web process by model. Times are monotonic seconds."""
 
-    def __init__(self, ttl: float, half_life: float = HALF_LIFE, most: int = MAX_ENTRIES) -> None:
+    def __init__(
+        self, ttl: float, half_life: float = HALF_LIFE_SECONDS, most: int = MAX_TABLE_BLOCKS
+    ) -> None:
         self._ttl = ttl
         self._half_life = half_life
         self._most = most
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, _ModelTable] = {}
         self.size = 0
         """Number of blocks in all tables, including blocks of removed replicas."""
 
@@ -277,13 +281,13 @@ class PrefixTables:
     def observe(self, model: str, chain: Chain, slot: Slot, now: float) -> bool:
         """Record that the replica received this prompt (R3.9).
 
-        Returns True if other processes need the update.
+        Return True if other processes must be notified.
         """
         if not chain:
             return False
         table = self._tables.get(model)
         if table is None:
-            table = self._tables[model] = _Table(self, self._ttl, self._half_life)
+            table = self._tables[model] = _ModelTable(self, self._ttl, self._half_life)
         is_new = table.observe(chain, slot, now)
         if (excess := self.size - self._most) > 0:
             # The model with the most blocks loses some.
@@ -291,12 +295,12 @@ class PrefixTables:
         return is_new
 
     def match(self, model: str, chain: Chain, now: float) -> Match | None:
-        """Return the match of the longest cached prefix of this prompt (R3.11), or None."""
+        """Return the match of the longest cached prefix of the prompt (R3.11), or None."""
         table = self._tables.get(model)
         return None if table is None else table.match(chain, table.depth(chain), now)
 
     def weights(self, model: str, now: float) -> list[tuple[Slot, float]]:
-        """Return the weights of all replicas that own blocks; every other replica has the weight 0."""
+        """Return the weights of all replicas that own blocks. A replica without blocks has the weight 0."""
         table = self._tables.get(model)
         if table is None:
             return []
@@ -304,7 +308,7 @@ class PrefixTables:
         return list(table.weights(now))
 
     def forget(self, model: str, node: UUID, index: int) -> None:
-        """Forget a removed replica, or all replicas of the model on the node if `index` is below 0."""
+        """Forget a removed replica. An index below 0 means all replicas of the model on the node."""
         if (table := self._tables.get(model)) is not None:
             table.forget(node, index)
 

@@ -21,7 +21,7 @@ from operations.ledger.admission import Requester
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A picked replica. It counts as in flight until it is released."""
+    """A picked replica. It counts the request as in flight until it is released."""
 
     id: UUID
     node_id: UUID
@@ -29,11 +29,11 @@ class Replica:
     model: str
     address: str
     token: str = field(default="", repr=False)
-    """Bearer token for calls to the replica."""
+    """Bearer token for calls to the replica's engine."""
 
 
 class PickRequest(NamedTuple):
-    """The requirements of one pick. Equal pick requests are distributed over the replicas together."""
+    """The conditions of one pick. Equal pick requests are distributed over the replicas together."""
 
     model: str
     candidates: frozenset[UUID] | None
@@ -42,7 +42,7 @@ class PickRequest(NamedTuple):
 
     @property
     def scope(self) -> tuple[str, frozenset[UUID] | None]:
-        """The model and the allowed nodes."""
+        """The model and the allowed nodes, within which picks are distributed together."""
         return self.model, self.candidates
 
 
@@ -51,23 +51,23 @@ _NO_FORM = Form()
 
 @dataclass(slots=True, eq=False)
 class InferenceRequest:
-    """One request with the results of the steps that have run."""
+    """One inference request with the results of the steps that have processed it."""
 
     principal: Principal = ANONYMOUS
     key_hash: str = ""
-    """Hash of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
+    """Hash of a stored key that is not confirmed yet, otherwise "". Until then `principal` is anonymous."""
     key_owner: str = ""
-    """Hash of the API key of the request, stored or static; "" for a session or without a key."""
+    """Hash of the request's API key, stored or static; "" for a session or without a key."""
     client_address: str = ""
     request_id: str = ""
     path: str = ""
     body: bytes = b""
     form: Form = _NO_FORM
-    """The body of a route that accepts files; such a route leaves `body` empty."""
+    """The form of a route that accepts files; for such a route `body` is empty."""
     model: str = ""
-    """Name of the model; empty until the handler has looked up its definition."""
+    """Name of the model; "" until the handler has found its definition."""
     candidates: frozenset[UUID] | None = None
-    """The allowed nodes; None means all nodes that the model's rule allows."""
+    """Ids of the nodes that may be picked; None for all nodes that the model's rule allows."""
     preferred: tuple[UUID, int] | None = None
     """Node and index of the preferred replica. Without a `cached_ratio` the preference applies at any load
     (R1.80); with a `cached_ratio` only if the replica is not overloaded (R3.14).
@@ -75,57 +75,54 @@ class InferenceRequest:
     chain: Chain = ()
     """Block hashes of the prompt; empty if the request is not routed by prefix."""
     cached_ratio: float | None = None
-    """Cached prefix ratio of the preferred replica, from 0 to 1; 0 without a preferred replica, None without
-    a chain.
+    """Fraction of the prompt that the preferred replica caches, 0 to 1.
+
+    0 without a preferred replica, None without a chain.
     """
     is_prefix_cached: bool | None = None
-    """True if the latest pick matched a replica with a sufficient cached prefix; None if the pick ignored
-    prefixes.
-    """
+    """True if the picked replica caches enough of the prompt; None if the pick ignored prefixes."""
     wait_until: float = math.inf
     """Time on the monotonic clock at which the request stops waiting for a load; infinite without a limit."""
-    is_of_anthropic: bool = False
+    is_anthropic_client: bool = False
     """True if the client uses Anthropic's API, on a route that several dialects share."""
     is_patient: bool = False
-    """True if the request waits longer for a load, because its client does not retry."""
+    """True if the request waits longer for a load than usual, because its client does not retry."""
     deadline: float = math.inf
-    """Time on the monotonic clock at which the response must be complete; set with the first replica."""
+    """Monotonic time at which the response must be complete; set when the first replica is picked."""
     replica: Replica | None = None
-    """The replica of the latest pick."""
+    """The replica of the latest pick; None before."""
     names_node: bool = False
-    """True if the response names its node regardless of the setting: the request came from an administrator's
-    page.
-    """
-    begun: bool = False
-    """True if the client has received a part of the response; then no other replica may be tried."""
-    picked: "asyncio.Future[None]" = field(init=False, repr=False)
-    """Completed when the picker has a result; each pick creates a new future."""
+    """True if the response names its node despite the setting: an administrator's page sent the request."""
+    has_begun: bool = False
+    """True if the client has received a part of the response. Then no other replica may be tried."""
+    pick_result: "asyncio.Future[None]" = field(init=False, repr=False)
+    """Future that completes when the pick ends; each pick creates a new one."""
     pick_attempts: int = 0
-    """Number of failed statements during the latest pick."""
+    """Number of failed SQL statements during the latest pick."""
 
     @property
     def requester(self) -> Requester:
-        """The caller, for the record of an operation."""
+        """The caller, as an operation records it."""
         return Requester(self.principal.name, self.request_id, self.client_address)
 
     @property
     def pick_request(self) -> PickRequest:
-        """The requirements of the next pick."""
+        """The conditions of the next pick."""
         return PickRequest(self.model, self.candidates, self.preferred, self.cached_ratio)
 
     def ignore_prefixes(self) -> None:
-        """Ignore prefixes in all further picks."""
+        """Ignore prefixes in all further picks of this request."""
         self.chain, self.preferred, self.cached_ratio = (), None, None
 
     def begin_pick(self) -> "asyncio.Future[None]":
-        """Start a pick; return a future that completes when the picker has a result."""
+        """Create and return the future that completes when the pick ends."""
         self.replica, self.is_prefix_cached, self.pick_attempts = None, None, 0
-        self.picked = asyncio.get_running_loop().create_future()
-        return self.picked
+        self.pick_result = asyncio.get_running_loop().create_future()
+        return self.pick_result
 
 
 def node_header(request: InferenceRequest) -> Sequence[Header]:
-    """Return the header with the replica's node (§6.3); empty if it is disabled or no replica was picked."""
+    """Return the header that names the replica's node (§6.3), or nothing if disabled or without a replica."""
     is_exposed = request.names_node or conf.cluster().expose_node_header
     if not is_exposed or request.replica is None:
         return ()

@@ -13,71 +13,80 @@ from typing import Any
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web.wire import field_error
 
-MAX_STEPS = 10_000
-"""Limit on the parts of all schemas of a request, counted again at every reference. Values of an `enum`
-count, and so do the items that a list must or may have: an engine creates rules for each of them.
+MAX_SCHEMA_PARTS = 10_000
+"""Maximum number of parts in all schemas of a request. A part counts at every reference to it.
+
+Values of an `enum` count, and so do the items that a list must or may have: an engine creates rules for each
+of them.
 """
-DEEPEST_SCHEMA = 128
-"""Limit on the nesting depth of a schema, including references: readers of a schema recurse per level."""
+MAX_SCHEMA_DEPTH = 128
+"""Maximum nesting depth of a schema, with references resolved. Readers of a schema recurse per level."""
 MAX_REFERENCE_LENGTH = 512
-"""Limit on the characters of a reference: it is resolved again at each step that reaches it."""
-_SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
-"""Skipped keywords: their values are not schemas but may look like references. Definitions count where they
-are referenced.
+"""Maximum number of characters of a reference, because it is resolved each time that it is reached."""
+_SKIPPED_KEYWORDS = frozenset({"$defs", "definitions", "enum", "const", "default"})
+"""Keywords whose values are not checked.
+
+Some are no schemas but may look like references. Definitions are checked where they are referenced.
 """
-_MAPS = ("properties", "patternProperties", "dependentSchemas")
-"""Keywords whose values map names to schemas; the client chooses the names, which may equal a name in
-`_SKIPPED`.
-"""
+_SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas")
+"""Keywords whose values map names to schemas. The client chooses the names, so a name may be in
+`_SKIPPED_KEYWORDS`."""
 
 
-MAX_GRAMMAR = 256 * 1024
-"""Limit on the characters of a grammar."""
-DEEPEST_GRAMMAR = 128
-"""Limit on the nesting depth of parentheses in a grammar."""
+MAX_GRAMMAR_LENGTH = 256 * 1024
+"""Maximum number of characters of a grammar."""
+MAX_GRAMMAR_DEPTH = 128
+"""Maximum nesting depth of parentheses in a grammar."""
 # Literals, character classes and comments, whose parentheses are only characters. An unclosed one extends to
 # the end, where engines refuse it; a pattern that backtracked to the next character would take minutes.
-_NO_PARENTHESES = re.compile(r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL)
+_LITERAL_OR_COMMENT_PATTERN = re.compile(
+    r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL
+)
+"""Parts of a grammar in which a parenthesis has no meaning: texts, classes and comments."""
 
 
 def check_grammar(grammar: str) -> None:
     """Raise InvalidInput for a grammar that could crash its engine."""
     if grammar.lstrip().startswith(("{", "%")):
         raise InvalidInput("grammar: is not GBNF; a schema goes to `response_format`", field="grammar")
-    if len(grammar) > MAX_GRAMMAR:
-        raise InvalidInput(f"grammar: has more than {MAX_GRAMMAR} characters", field="grammar")
+    if len(grammar) > MAX_GRAMMAR_LENGTH:
+        raise InvalidInput(f"grammar: has more than {MAX_GRAMMAR_LENGTH} characters", field="grammar")
     level = 0
-    for sign in re.findall("[()]", _NO_PARENTHESES.sub(" ", grammar)):
+    for sign in re.findall("[()]", _LITERAL_OR_COMMENT_PATTERN.sub(" ", grammar)):
         # Below 0 the engine refuses the grammar; the text after it must not count as less deep.
         level = level + 1 if sign == "(" else max(level - 1, 0)
-        if level > DEEPEST_GRAMMAR:
+        if level > MAX_GRAMMAR_DEPTH:
             raise InvalidInput(
-                f"grammar: has more than {DEEPEST_GRAMMAR} parentheses inside each other", field="grammar"
+                f"grammar: has more than {MAX_GRAMMAR_DEPTH} parentheses inside each other", field="grammar"
             )
 
 
-def check(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:
-    """Raise InvalidInput, with the schema's field, unless every reference resolves and none is recursive."""
+def check_schemas(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+    """Raise InvalidInput with the schema's field unless every reference resolves and none is recursive."""
     steps = 0.0
     for schema, field in schemas:
         # Each entry is a part of the schema, the references on the path to it, and its depth.
         pending: list[tuple[Any, frozenset[str], int]] = [(schema, frozenset(), 1)]
         while pending:
             part, ancestors, level = pending.pop()
-            steps += _weight(part)
+            steps += _count_parts(part)
             # Each pending entry is at least one more step.
-            if steps + len(pending) > MAX_STEPS:
-                raise field_error(field, f"the schema has more than {MAX_STEPS} parts, values and items")
-            if level > DEEPEST_SCHEMA:
-                raise field_error(field, f"the schema has more than {DEEPEST_SCHEMA} parts inside each other")
+            if steps + len(pending) > MAX_SCHEMA_PARTS:
+                raise field_error(
+                    field, f"the schema has more than {MAX_SCHEMA_PARTS} parts, values and items"
+                )
+            if level > MAX_SCHEMA_DEPTH:
+                raise field_error(
+                    field, f"the schema has more than {MAX_SCHEMA_DEPTH} parts inside each other"
+                )
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
-                target = _resolve(schema, reference, ancestors, field)
+                target = _require_reference(schema, reference, ancestors, field)
                 pending.append((target, ancestors | {reference}, level + 1))
-            pending.extend((inner, ancestors, level + 1) for inner in _inside(part))
+            pending.extend((inner, ancestors, level + 1) for inner in _subschemas(part))
 
 
-def _weight(part: Any) -> float:
+def _count_parts(part: Any) -> float:
     if not isinstance(part, dict):
         return 1
     counts = [part.get(name) for name in ("minItems", "maxItems")]
@@ -89,19 +98,21 @@ def _weight(part: Any) -> float:
     )
 
 
-def _inside(part: Any) -> Iterator[Any]:
-    """Yield the subschemas of a part, and lists of subschemas."""
+def _subschemas(part: Any) -> Iterator[Any]:
+    """Yield the subschemas of a part of a schema, and lists of subschemas."""
     if isinstance(part, list):
         yield from (inner for inner in part if isinstance(inner, dict | list))
         return
     for name, inner in part.items():
-        if name in _MAPS and isinstance(inner, dict):
+        if name in _SCHEMA_MAP_KEYWORDS and isinstance(inner, dict):
             yield from (subschema for subschema in inner.values() if isinstance(subschema, dict | list))
-        elif name not in _SKIPPED and isinstance(inner, dict | list):
+        elif name not in _SKIPPED_KEYWORDS and isinstance(inner, dict | list):
             yield inner
 
 
-def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str], field: str) -> Any:
+def _require_reference(
+    schema: Mapping[str, Any], reference: str, ancestors: frozenset[str], field: str
+) -> Any:
     if reference in ancestors:
         raise field_error(field, f"the schema is recursive ({reference[:100]})")
     if len(reference) > MAX_REFERENCE_LENGTH:
@@ -113,7 +124,7 @@ def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str
 
 
 def resolve_reference(schema: Mapping[str, Any], reference: str) -> Any:
-    """Return the part of the schema for a reference such as `#/$defs/city`; None if it does not exist."""
+    """Return the part to which a reference such as `#/$defs/city` refers; None if it does not exist."""
     target: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

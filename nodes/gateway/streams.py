@@ -24,17 +24,17 @@ from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelt
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
 KEEP_ALIVE_SECONDS = 5.0
-"""Seconds of silence after which a keep-alive is sent."""
+"""Seconds without a byte to the client after which a keep-alive is sent."""
 STOPPING_MESSAGE = "this web process is stopping"
 # Proxies must not buffer the pieces.
-_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 StoreResponse = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
-"""Stores all deltas of a response before the client gets the last delta."""
+"""Stores the deltas of a response before the client gets the last delta."""
 
 
 class EventStream:
-    """One streamed response; `play` reads its deltas and sends them."""
+    """One streamed response; `play` reads its deltas and sends the events."""
 
     def __init__(
         self, request: InferenceRequest, rendering: StreamFormat, deltas: AsyncGenerator[TextDelta, None]
@@ -49,14 +49,14 @@ class EventStream:
         self._producer: asyncio.Future[None] | None = None
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the events; return the final status and the last piece of the body.
+        """Send the events. Return the final status and the last piece of the body.
 
-        Raises errors before the first byte, and Disconnected when the client stops reading.
+        Raise an error that occurs before the first byte. Raise Disconnected if the client stops reading.
         """
-        producer = self._producer = asyncio.ensure_future(self._produce())
+        producer = self._producer = asyncio.ensure_future(self._read_deltas())
         # Also if it is cancelled before its first step.
         producer.add_done_callback(self._end_production)
-        self._tick()
+        self._check_silence()
         _open_streams.add(self)
         try:
             with Outgoing(send) as client:
@@ -75,11 +75,11 @@ class EventStream:
             if not self._has_started:
                 raise
             return error.status, last + self._rendering.events.render_failure(error)
-        await self._begin(client)
+        await self._send_head(client)
         return 200, last + self._rendering.done
 
     async def _check_end(self, producer: "asyncio.Future[None]") -> None:
-        """Raise the error with which the production of deltas has ended, if there was an error."""
+        """Raise the error with which the reading of deltas ended, if any."""
         try:
             await producer
         except asyncio.CancelledError:
@@ -88,17 +88,17 @@ class EventStream:
             raise
 
     def stop(self) -> None:
-        """End the response now with an error."""
+        """End the response with an error, because the process stops."""
         if self._producer is not None:
             self._is_stopped = True
             self._producer.cancel()
 
-    async def _produce(self) -> None:
+    async def _read_deltas(self) -> None:
         try:
             async with aclosing(self._deltas) as deltas:
                 async for delta in deltas:
                     # From here on no other replica may restart the response.
-                    self._request.begun = True
+                    self._request.has_begun = True
                     await self._pipe.put(delta)
         except asyncio.CancelledError:
             if self._is_stopped:
@@ -108,28 +108,28 @@ class EventStream:
             self._pipe.close()
 
     def _end_production(self, producer: "asyncio.Future[None]") -> None:
-        """Close the pipe.
+        """Close the pipe after the last delta.
 
-        The exception is read so that asyncio logs nothing if the client has left.
+        The exception is read so that asyncio does not log it if the client has left.
         """
         self._pipe.close()
         _ = producer.cancelled() or producer.exception()
 
-    def _tick(self) -> None:
-        """Wake the sender if nothing has been sent for `KEEP_ALIVE_SECONDS`; schedule the next check."""
+    def _check_silence(self) -> None:
+        """Wake the sender if nothing was sent for `KEEP_ALIVE_SECONDS`. Schedule the next check."""
         if self._is_quiet:
             self._pipe.wake_reader()
         self._is_quiet = True
-        self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._check_silence)
 
     async def _send_deltas(self, client: Outgoing) -> bytes:
-        """Send deltas until their production has ended or failed; return the events of the last deltas."""
+        """Send deltas until there are no more. Return the events of the last deltas."""
         while True:
             deltas = await self._pipe.take()
             is_last = self._pipe.ended
             if deltas:
                 self._is_quiet = False
-                await self._begin(client)
+                await self._send_head(client)
                 events = self._rendering.events.render(deltas)
                 if is_last:
                     return events
@@ -140,27 +140,27 @@ class EventStream:
                 await self._keep_alive(client)
 
     async def _keep_alive(self, client: Outgoing) -> None:
-        """Send a keep-alive if a replica is working; before that, an error still sets the status."""
+        """Send a keep-alive if a replica is working. Before that, an error can still set the status."""
         if not self._has_started and (
             self._request.replica is None or self._quiet_replica != self._request.replica
         ):
             self._quiet_replica = self._request.replica
             return
-        await self._begin(client)
+        await self._send_head(client)
         await client.body(self._rendering.keep_alive)
 
-    async def _begin(self, client: Outgoing) -> None:
+    async def _send_head(self, client: Outgoing) -> None:
         if not self._has_started:
             self._has_started = True
             kind = (b"content-type", self._rendering.kind)
-            await client.head([kind, *_HEADERS, *node_header(self._request)])
+            await client.head([kind, *_STREAM_HEADERS, *node_header(self._request)])
 
 
 _open_streams: set[EventStream] = set()
 
 
-def end_all() -> None:
-    """End the streams of this process with an error event, because it is about to stop."""
+def stop_all_streams() -> None:
+    """End all event streams of this process with an error event, because the process stops."""
     for stream in list(_open_streams):
         stream.stop()
 
@@ -169,7 +169,7 @@ PIECE_BYTES = 256 * 1024
 
 
 class FileAnswer:
-    """A file as the response. The file is closed when it has been sent or when sending has failed."""
+    """A response whose body is a file. The file is closed after it is sent or sending fails."""
 
     def __init__(self, file: IO[bytes], kind: bytes, headers: tuple[Header, ...] = ()) -> None:
         self._file = file
@@ -189,7 +189,7 @@ class FileAnswer:
 async def respond(
     request: InferenceRequest, dialect: Dialect, head: Head, keep: StoreResponse | None = None
 ) -> Answer | EventStream:
-    """Return the answer to a parsed request."""
+    """Return the response to a parsed request, complete or streamed."""
     request.body = b""  # it may be large, and generation takes long
     if head.generation.stream:
         deltas = generate.stream(request, head.generation)
@@ -215,14 +215,14 @@ async def _store_at_end(
 
 
 class ByteStream:
-    """Bytes that are sent while they are produced. `headers` is called at the first piece."""
+    """A response whose bytes are sent while they are produced. `headers` is called at the first piece."""
 
     def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Callable[[], list[Header]]) -> None:
         self._pieces = pieces
         self._headers = headers
 
     async def play(self, send: Send) -> tuple[int, bytes]:
-        """Send the bytes; return the status and an empty last piece.
+        """Send the bytes. Return the status and an empty last piece.
 
         Before the first byte every error is raised. After the first byte an error raises Disconnected, which
         ends the response early.

@@ -5,8 +5,8 @@ a minute or allocate gigabytes in a single step, which no check between steps ca
 the limits: a CPU timer for each prompt ends the process, and an allocation beyond its memory limit fails. The
 process has no environment, writes no file and ends when its input closes.
 
-Run as a script, it imports nothing of this project. A request is its length and JSON, a reply is `REPLY` and
-a text.
+Run as a script, it imports nothing of this project. A request is a header with its length, and JSON. A reply
+is `REPLY_HEADER` and a text.
 """
 
 import resource
@@ -21,44 +21,45 @@ import jinja2
 import jinja2.sandbox
 import orjson
 
-LENGTH = struct.Struct(">Q")
-REPLY = struct.Struct(">?BQ")
-"""Header of a reply: True if the process ends after it, a result code, and the bytes of the text."""
+REQUEST_HEADER = struct.Struct(">Q")
+REPLY_HEADER = struct.Struct(">?BQ")
+"""Header of a reply: True if the process then ends, the result code, and the number of bytes of the text."""
 PROMPT_RENDERED, TEMPLATE_REFUSED, TEMPLATE_UNUSABLE, PROMPT_TOO_LONG = range(4)
-"""Result codes. The text is the prompt, the template's own refusal, the error of a template, or empty."""
+"""Result codes. The text is the prompt, the template's refusal, the template's error, or empty."""
 MAX_PROMPT_BYTES = 32 * 1024 * 1024
-"""Limit on the characters of a prompt."""
+"""Maximum number of characters of a rendered prompt."""
 _MAX_ERROR_LENGTH = 500
-_REUSE_MEMORY = 256 * 1024
-"""Peak memory in KiB above which a process ends after its reply, which frees the memory."""
+_MAX_REUSE_MEMORY_KIB = 256 * 1024
+"""Peak memory in KiB above which the process ends after its reply, to free the memory."""
 
-_FAILURES = (
+_TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError),
 )
+"""Exceptions that mean that the template is unusable."""
 
 
 class _TemplateRefusal(Exception):
-    """The template itself raised an error about the messages."""
+    """The template called `raise_exception`, because it does not accept the messages."""
 
 
 class _PromptLimitExceeded(Exception):
-    """The prompt is longer than `MAX_PROMPT_BYTES`."""
+    """The rendered prompt has more than `MAX_PROMPT_BYTES` characters."""
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Process requests until the input closes, or until a reply has the end flag."""
+    """Process requests until the input closes or a reply has the end flag."""
     is_last = False
-    while not is_last and len(header := requests.read(LENGTH.size)) == LENGTH.size:
-        result, text = _answer(orjson.loads(requests.read(LENGTH.unpack(header)[0])))
-        is_last = result == PROMPT_TOO_LONG or _peak_memory() > _REUSE_MEMORY
-        replies.write(REPLY.pack(is_last, result, len(text)))
+    while not is_last and len(header := requests.read(REQUEST_HEADER.size)) == REQUEST_HEADER.size:
+        result, text = _process_request(orjson.loads(requests.read(REQUEST_HEADER.unpack(header)[0])))
+        is_last = result == PROMPT_TOO_LONG or _peak_memory() > _MAX_REUSE_MEMORY_KIB
+        replies.write(REPLY_HEADER.pack(is_last, result, len(text)))
         replies.write(text)
         replies.flush()
 
 
 def _peak_memory() -> int:
-    """Return the most memory that this process has used, in KiB.
+    """Return the peak memory of this process in KiB.
 
     `getrusage` would include the memory of the parent process before the start of this one.
     """
@@ -66,11 +67,11 @@ def _peak_memory() -> int:
         return next((int(line.split()[1]) for line in status if line.startswith(b"VmHWM:")), 0)
 
 
-def _answer(request: Any) -> tuple[int, bytes]:
-    """Return the result and the text of one request; a timer ends the process if it takes too long."""
+def _process_request(request: Any) -> tuple[int, bytes]:
+    """Return the result code and the text for one request. A timer ends the process if it takes too long."""
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     try:
-        values = request["values"] | {"raise_exception": _raise}
+        values = request["values"] | {"raise_exception": _raise_refusal}
         return PROMPT_RENDERED, "".join(
             _check_length(_compile_template(request["source"]).generate(values))
         ).encode()
@@ -78,7 +79,7 @@ def _answer(request: Any) -> tuple[int, bytes]:
         return TEMPLATE_REFUSED, _error_bytes(error)
     except (MemoryError, _PromptLimitExceeded):
         return PROMPT_TOO_LONG, b""
-    except _FAILURES as error:
+    except _TEMPLATE_ERRORS as error:
         return TEMPLATE_UNUSABLE, _error_bytes(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -97,7 +98,7 @@ def _error_bytes(error: Exception) -> bytes:
     return str(error)[:_MAX_ERROR_LENGTH].encode("utf-8", "backslashreplace")
 
 
-def _raise(message: object) -> None:
+def _raise_refusal(message: object) -> None:
     raise _TemplateRefusal(str(message))
 
 
@@ -118,10 +119,10 @@ def _build_environment() -> jinja2.sandbox.SandboxedEnvironment:
     return environment
 
 
-def _limit(memory: int) -> None:
-    """Limit this process to `memory` bytes of address space, and forbid file writes and core dumps.
+def _limit_process(memory: int) -> None:
+    """Limit this process to `memory` bytes of address space. Forbid file writes and core dumps.
 
-    SIGPROF of the request timer ends the process.
+    SIGPROF of the request's timer ends the process.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -130,5 +131,5 @@ def _limit(memory: int) -> None:
 
 
 if __name__ == "__main__":
-    _limit(int(sys.argv[1]))
+    _limit_process(int(sys.argv[1]))
     serve(sys.stdin.buffer, sys.stdout.buffer)

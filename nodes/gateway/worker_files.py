@@ -2,7 +2,8 @@
 
 Engines read and write files on their own machine: an input is stored there before the call, and an output is
 fetched from the path that the worker allotted for it. Neither the protocol nor a stock worker can delete
-files, so the files are truncated to 0 bytes when the request ends. Only the registered address is dialled.
+files, so the files are truncated to 0 bytes when the request ends. Only the node's registered address is
+used.
 """
 
 import asyncio
@@ -29,42 +30,44 @@ from nodes.registry.dial_targets import HttpServer, client_of
 
 logger = logging.getLogger(__name__)
 
-ROUTE = "/v1/files/"
-INPUTS = "ephemeral/inputs"
+FILES_ROUTE = "/v1/files/"
+"""Path of the worker's routes for files."""
+INPUT_FOLDER = "ephemeral/inputs"
+"""Folder of a request's input files on the worker."""
 PIECE_BYTES = 256 * 1024
 MAX_OUTPUT_BYTES = 256 * 1024 * 1024
-"""Limit on the bytes that an engine may write for one request."""
-EMPTY_LIMIT = 10.0
-"""Time limit in seconds for truncating the files of a request to 0 bytes."""
+"""Maximum bytes that an engine may write for one request."""
+TRUNCATE_TIMEOUT_SECONDS = 10.0
+"""Time limit for truncating the files of a request."""
 _MAX_ANSWER_LENGTH = 64 * 1024
 _WORKER_NAME = "the worker of the model's node"
-"""Text for the worker in messages to callers who may not see nodes."""
+"""Name of the worker in messages to callers who may not see nodes."""
 _NO_FILES_MESSAGE = "takes and gives no files right now"
 
 
 class FilesUnavailable(BackendError, Unavailable):
-    """The worker of the replica takes or gives no files right now."""
+    """The worker of the replica does not accept or provide files at present."""
 
     code = "worker_files_unavailable"
 
 
 class _UnavailableBeforeCall(FilesUnavailable):
-    """The worker's files are unavailable before the engine was called; another replica may succeed."""
+    """The worker's files were unavailable before the engine was called. Another replica may succeed."""
 
     repeatable = True
 
 
 class _FileLocation(msgspec.Struct):
-    """The response of a worker: the path of the file on the worker."""
+    """The worker's response to a stored file: the path of the file on the worker."""
 
     local_path: str
 
 
-_emptying_tasks: set["asyncio.Task[None]"] = set()
+_truncating_tasks: set["asyncio.Task[None]"] = set()
 
 
 class WorkerFiles:
-    """The files of one request, created by `open_files`. Every transfer must finish by `deadline`."""
+    """Files of one request on a worker, opened by `open_files`. Transfers must end by `deadline`."""
 
     def __init__(
         self, server: HttpServer, client: httpx.AsyncClient, deadline: float, *, shows_node: bool = False
@@ -74,27 +77,27 @@ class WorkerFiles:
         self._deadline = deadline
         self._shows_node = shows_node
         self._subject = f"node {server.node}: its worker" if shows_node else _WORKER_NAME
-        self._folder = f"{INPUTS}/{secrets.token_hex(4)}"
+        self._folder = f"{INPUT_FOLDER}/{secrets.token_hex(4)}"
         self._keys: list[str] = []
 
     async def put(self, name: str, file: IO[bytes], size: int) -> str:
-        """Upload a file; return its path on the worker. `name` must be a valid file name."""
+        """Upload a file. Return its path on the worker. `name` must be a valid file name."""
         key = f"{self._folder}/{name}"
         self._keys.append(key)
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
-        return self._path(await self._request_body("PUT", key, headers=headers, content=_pieces(file)))
+        return self._path(await self._request_body("PUT", key, headers=headers, content=_read_pieces(file)))
 
     async def temp(self) -> str:
-        """Create an empty file on the worker; return its path on the worker."""
+        """Create an empty file on the worker. Return its path on the worker."""
         path = self._path(await self._request_body("POST", "temp"))
-        self._keys.append(_base(path))
+        self._keys.append(_base_name(path))
         return path
 
     async def fetch(self, path: str) -> IO[bytes]:
-        """Download a file created by `temp` into an unnamed temporary file, positioned at its beginning."""
+        """Download a file that `temp` created. Return an unnamed temporary file, positioned at its start."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
         try:
-            async with self._request("GET", _base(path), FilesUnavailable) as response:
+            async with self._request("GET", _base_name(path), FilesUnavailable) as response:
                 size = 0
                 async for piece in response.aiter_raw(PIECE_BYTES):
                     size += len(piece)
@@ -112,12 +115,12 @@ class WorkerFiles:
             file.close()
             raise
 
-    async def empty(self) -> None:
+    async def truncate_all(self) -> None:
         """Truncate every file to 0 bytes; errors are logged."""
         try:
-            async with asyncio.timeout(EMPTY_LIMIT):
+            async with asyncio.timeout(TRUNCATE_TIMEOUT_SECONDS):
                 for key in self._keys:
-                    await self._client.put(ROUTE + quote(key), content=b"")
+                    await self._client.put(FILES_ROUTE + quote(key), content=b"")
         except (httpx.HTTPError, TimeoutError) as error:
             logger.info("node %s: files of a request stay on its worker: %r", self._server.node, error)
 
@@ -134,11 +137,11 @@ class WorkerFiles:
     async def _request(
         self, method: str, key: str, failure: type[FilesUnavailable], **options: Any
     ) -> AsyncIterator[httpx.Response]:
-        """Yield the response of status 200; raise `failure` for any other status or a connection error."""
+        """Send a request; yield a response with status 200. Raise `failure` for any other outcome."""
         try:
             async with (
                 asyncio.timeout(self._deadline - clock.monotonic()),
-                self._client.stream(method, ROUTE + quote(key), **options) as response,
+                self._client.stream(method, FILES_ROUTE + quote(key), **options) as response,
             ):
                 if response.status_code != 200:
                     raise failure(f"{self._subject} answers {response.status_code} to {method} of a file")
@@ -156,14 +159,14 @@ class WorkerFiles:
             path = msgspec.json.decode(body, type=_FileLocation).local_path
         except msgspec.DecodeError:
             path = ""
-        if _base(path) in ("", ".", "..") or not path.isprintable():
+        if _base_name(path) in ("", ".", "..") or not path.isprintable():
             raise FilesUnavailable(f"{self._subject} does not say where a file is")
         return path
 
 
 @asynccontextmanager
 async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
-    """Provide files on the worker of the picked replica; afterwards truncate them in the background."""
+    """Yield access to files on the picked replica's worker; truncate them afterwards, in the background."""
     assert request.replica is not None
     node_id, shows_node = request.replica.node_id, may_see_nodes(request.principal)
     try:
@@ -181,21 +184,21 @@ async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
         yield files
     finally:
         # In the background, because the request's client may have disconnected.
-        task = asyncio.ensure_future(_end(files, client))
-        _emptying_tasks.add(task)
-        task.add_done_callback(_emptying_tasks.discard)
+        task = asyncio.ensure_future(_truncate_and_close(files, client))
+        _truncating_tasks.add(task)
+        task.add_done_callback(_truncating_tasks.discard)
 
 
-async def _end(files: WorkerFiles, client: httpx.AsyncClient) -> None:
-    await files.empty()
+async def _truncate_and_close(files: WorkerFiles, client: httpx.AsyncClient) -> None:
+    await files.truncate_all()
     await client.aclose()
 
 
-def _base(path: str) -> str:
+def _base_name(path: str) -> str:
     return path.replace("\\", "/").rpartition("/")[2]
 
 
-async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+async def _read_pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
     # The file may be sent again, to a further replica.
     file.seek(0)
     while piece := await asyncio.to_thread(file.read, PIECE_BYTES):

@@ -1,7 +1,7 @@
 """Notices about the cluster itself, which every page shows.
 
-Each has a stable id, a text that names the problem, and a hint for its repair. Pure: the functions convert
-facts to texts.
+Each notice has a stable id, a text that names the problem, and a hint how to repair it. Pure: the functions
+convert facts to notices.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from nodes.registry.mass_silence import CurrentHold
 from operations.executor.controllers import SILENT_AFTER, LastHeartbeats
 
 Notice = dict[str, Any]
-_SILENCE = timedelta(seconds=SILENT_AFTER)
+_SILENCE_LIMIT = timedelta(seconds=SILENT_AFTER)
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Facts from which the notices follow.
+    """Facts about the cluster that determine the notices.
 
     `readable_since` is the end of the last database outage, or None: a controller that wrote nothing during
     an outage is not silent.
@@ -34,19 +34,19 @@ class ClusterFacts:
     weak_nodes: int
     readable_since: datetime | None = None
     skewed_nodes: int = 0
-    """Number of nodes whose worker has another version than this server, including stock workers."""
+    """Number of nodes whose worker is a stock worker or has another version than this server."""
     tasks_wait_since: datetime | None = None
-    """Time since which the oldest due task waits for a task worker; None if no task waits."""
+    """Time since which the oldest due task has waited for a task process; None if no task waits."""
     redis_away: bool = False
     mass_hold: CurrentHold | None = None
-    """Current mass-disruption hold, or None."""
+    """The active mass-disruption hold, or None."""
     disk: DiskUsage | None = None
-    """The disk of the server's data folder; None if it has not been read."""
+    """Usage of the disk with the server's data folder; None before the first reading."""
 
 
 @dataclass(frozen=True)
 class NoticeSettings:
-    """Settings from which notices follow."""
+    """Settings that determine the notices."""
 
     registration_token: str
     api_keys: tuple[str, ...]
@@ -54,14 +54,14 @@ class NoticeSettings:
     keyless_networks: tuple[str, ...] = ()
 
 
-def _notice(name: str, level: str, text: str, hint: str) -> Notice:
+def _make_notice(name: str, level: str, text: str, hint: str) -> Notice:
     return NOTICE.of(id=name, level=level, text=text, hint=hint)
 
 
 def database_notice(as_of: datetime | None) -> Notice:
-    """Return the notice that the database cannot be read and the pages show old data."""
+    """Return the notice that the database is unreachable and pages show data of the time `as_of`."""
     age = f"data last updated at {as_of:%H:%M:%S} UTC" if as_of else "no data available yet"
-    return _notice(
+    return _make_notice(
         "database-unreachable",
         "error",
         f"The database is unreachable; {age}.",
@@ -70,7 +70,7 @@ def database_notice(as_of: datetime | None) -> Notice:
 
 
 def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime) -> list[Notice]:
-    """Return all notices, the worst first."""
+    """Return all current notices, the most severe first."""
     return [
         *disk_notices(facts.disk),
         *_controller_notices(facts, now),
@@ -84,19 +84,19 @@ def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime)
 
 
 def disk_notices(usage: DiskUsage | None) -> list[Notice]:
-    """Return a notice if the disk of the data folder is full. This does not depend on the database."""
+    """Return a notice if the disk of the data folder is full. It does not depend on the database."""
     if usage is None or not usage.is_full:
         return []
     text = f"The disk of the server's data folder is full: {usage}."
     hint = "Free space there. What cannot be written until then is tried again or refused."
-    return [_notice("disk-full", "error", text, hint)]
+    return [_make_notice("disk-full", "error", text, hint)]
 
 
 def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
     controllers = facts.controllers
     if _is_silent(controllers.at, facts, now):
         return [
-            _notice(
+            _make_notice(
                 "no-controller",
                 "error",
                 "No controller is running; operations are paused.",
@@ -105,7 +105,7 @@ def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
         ]
     if _is_silent(controllers.connected_at, facts, now):
         return [
-            _notice(
+            _make_notice(
                 "nats-unreachable",
                 "error",
                 "NATS is unreachable; commands to workers are paused.",
@@ -123,10 +123,10 @@ def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
         if now - waits > timedelta(seconds=periodic.SILENT_AFTER):
             text = "No process runs scheduled tasks; nodes that fall silent and expired leases go unnoticed."
             hint = "Start `manage.py qcluster`. The page System health shows the schedules."
-            notices.append(_notice("no-tasks", "error", text, hint))
+            notices.append(_make_notice("no-tasks", "error", text, hint))
     if facts.redis_away:
         text = "Redis or Valkey is unreachable; pages show operations late."
-        notices.append(_notice("redis-unreachable", "error", text, "Check the server and REDIS_URL."))
+        notices.append(_make_notice("redis-unreachable", "error", text, "Check the server and REDIS_URL."))
     return notices
 
 
@@ -134,12 +134,12 @@ def _silence_notices(facts: ClusterFacts) -> list[Notice]:
     if facts.mass_hold is None:
         return []
     hint = "Check the network between this server and the workers. Nodes that are back by then are kept."
-    return [_notice("mass-silence", "error", f"{facts.mass_hold}.", hint)]
+    return [_make_notice("mass-silence", "error", f"{facts.mass_hold}.", hint)]
 
 
 def _is_silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
     last_sign = max((moment for moment in (at, facts.readable_since) if moment is not None), default=None)
-    return last_sign is None or now - last_sign > _SILENCE
+    return last_sign is None or now - last_sign > _SILENCE_LIMIT
 
 
 def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Notice]:
@@ -148,7 +148,7 @@ def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Not
         conflicts = counted(facts.open_conflicts, "identity conflict")
         text = f"{conflicts}: another machine is claiming a registered node's name."
         hint = "Resolve it on the Nodes page. Until then the registered node keeps running."
-        notices.append(_notice("identity-conflicts", "warning", text, hint))
+        notices.append(_make_notice("identity-conflicts", "warning", text, hint))
     if settings.allow_shared_token_nodes:
         count = facts.weak_nodes
         text = "Workers that have only the shared token can register."
@@ -156,7 +156,7 @@ def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Not
             nodes, own = ("node has", "its") if count == 1 else ("nodes have", "their")
             text += f" {count} {nodes} no identity of {own} own."
         hint = "Unset LOCALAI_ALLOW_SHARED_TOKEN_NODES once all stock workers are upgraded."
-        notices.append(_notice("shared-token-nodes", "warning", text, hint))
+        notices.append(_make_notice("shared-token-nodes", "warning", text, hint))
     return notices
 
 
@@ -166,7 +166,7 @@ def _version_notices(facts: ClusterFacts) -> list[Notice]:
     runs = counted(facts.skewed_nodes, "node runs", "nodes run")
     text = f"{runs} another version than this server ({__version__}), or a stock worker."
     hint = "The Nodes page shows which. To upgrade a worker, run the line of Add a node there again."
-    return [_notice("worker-versions", "warning", text, hint)]
+    return [_make_notice("worker-versions", "warning", text, hint)]
 
 
 def _keyless_notices(settings: NoticeSettings) -> list[Notice]:
@@ -174,7 +174,7 @@ def _keyless_notices(settings: NoticeSettings) -> list[Notice]:
         return []
     text = f"Programs in {', '.join(settings.keyless_networks)} may use the models without a key."
     hint = "Name the smallest networks in CLUSTER_KEYLESS_NETWORKS, or give programs keys and unset it."
-    return [_notice("keyless-networks", "warning", text, hint)]
+    return [_make_notice("keyless-networks", "warning", text, hint)]
 
 
 def _secret_notices(settings: NoticeSettings) -> list[Notice]:
@@ -183,7 +183,7 @@ def _secret_notices(settings: NoticeSettings) -> list[Notice]:
         ("weak-key", "admin key", "LOCALAI_API_KEY", settings.api_keys),
     )
     return [
-        _notice(
+        _make_notice(
             name,
             "warning",
             f"The {secret} is weak: short or easy to guess.",

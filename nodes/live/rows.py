@@ -1,4 +1,4 @@
-"""All nodes as the pages show them, from one snapshot and the same few queries for any number of nodes.
+"""All nodes in the form of the live feed, from one snapshot with a constant number of queries.
 
 The feed reads the nodes every second while there are watchers, and most nodes have not changed. So a node is
 kept as the raw values of the queries, which compare at the speed of C. Only changed nodes are rendered in the
@@ -16,7 +16,7 @@ from django.db.models.expressions import Combinable
 
 from localai_cluster.web.shapes import Row, text
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel, Phase
-from nodes.models.node import COUNTED_IN_FLIGHT
+from nodes.models.node import STATES_COUNTED_IN_FLIGHT
 from nodes.placement.memory import Reservation
 from nodes.registry import actions
 from nodes.registry.node_rows import version_skew_of
@@ -26,17 +26,17 @@ from nodes.replicas.shape import LIVE_MODEL
 
 LiveNode = dict[str, Any]
 
-_STATUS_FACTS: Mapping[str, Combinable] = {
+_STATUS_COLUMNS: Mapping[str, Combinable] = {
     "offline": fact_column("offline_at", "offline_by", "offline_reason"),
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
-"""Columns by status. The live feed shows them only as the node's `reason` and `since`."""
-_GPUS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
-"""Columns of the key `gpus`, which also shows the bytes that loads have reserved on each GPU."""
+"""Columns by status, from which a node's `reason` and `since` follow."""
+_GPU_COLUMNS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
+"""Columns for the key `gpus`, which also has the bytes that loads have reserved on each GPU."""
 
 
 class _OrderedJson(Aggregate):
-    """Aggregates a group to one JSON text in a fixed order, so that equal groups have equal texts."""
+    """SQL aggregate of a group as one JSON text in a fixed order, so that equal groups have equal texts."""
 
     function = "jsonb_agg"
     output_field = TextField()
@@ -51,7 +51,7 @@ class _NamedRowsJson(_OrderedJson):
 
 
 class RawNode(NamedTuple):
-    """The values of one node as the queries return them; texts are JSON, "" for none."""
+    """The values of one node as the queries return them. Texts are JSON, "" for none."""
 
     columns: tuple[Any, ...]
     labels: str
@@ -62,8 +62,8 @@ class RawNode(NamedTuple):
 
 
 def read_nodes() -> dict[str, RawNode]:
-    """Return every node by id, sorted by name; six queries in the caller's snapshot."""
-    columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_STATUS_FACTS.values())
+    """Return every node by id, in the order of names. It runs six queries in the caller's snapshot."""
+    columns = (*LIVE_NODE.columns.values(), *_GPU_COLUMNS.values(), *_STATUS_COLUMNS.values())
     nodes = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
     labels, replicas, backends, conflicts = (
@@ -86,7 +86,7 @@ def read_nodes() -> dict[str, RawNode]:
 
 
 class _LabelsJson(Aggregate):
-    """Aggregate: the labels of a group as one JSON text."""
+    """SQL aggregate of the labels of a group as one JSON text."""
 
     # Half the price of `jsonb_object_agg`, which sorts the keys.
     template = "json_object_agg(%(expressions)s)::text"
@@ -114,10 +114,10 @@ def _count_conflicts() -> dict[str, int]:
 
 
 def render(raw: RawNode) -> LiveNode:
-    """Return the node as the live feed sends it (`LIVE_NODE`)."""
+    """Return the node in the form of the live feed (`LIVE_NODE`)."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
-    extra = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
-    behind = {name: extra[name] for name in _STATUS_FACTS}
+    extra = dict(zip((*_GPU_COLUMNS, *_STATUS_COLUMNS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
+    behind = {name: extra[name] for name in _STATUS_COLUMNS}
     gpu_reading = {"gpus": orjson.loads(extra["gpus"]), "vram_read_at": extra["vram_read_at"]}
     engines = [LIVE_MODEL.trimmed(model) for model in orjson.loads(raw.replicas or "[]")]
     models = [engine for engine in engines if engine["phase"] != Phase.DEPARTED]
@@ -133,20 +133,22 @@ def render(raw: RawNode) -> LiveNode:
         departed_engines=len(departed),
         departed_until=max(departed, default=None),
         model_count=sum(model["state"] == "loaded" for model in models),
-        in_flight_count=sum(model["in_flight"] for model in models if model["state"] in COUNTED_IN_FLIGHT),
+        in_flight_count=sum(
+            model["in_flight"] for model in models if model["state"] in STATES_COUNTED_IN_FLIGHT
+        ),
         backends=orjson.loads(raw.backends) if raw.backends else [],
     )
 
 
 def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | None]:
-    """Return the reason and the start of the node's status; both are empty for a healthy node."""
+    """Return the reason and the beginning of the node's status, both empty for a healthy node."""
     status = node["status"]
     if status == "pending":
         return _pending_reason(node)
     if status == "draining":
         drain = node["drain"]
         by = "the worker" if drain["own"] else drain["by"]
-        return _with_reason(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
+        return _append_reason(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
     if (fact_text := behind.get(status)) is None:
         return "", None
     fact = orjson.loads(fact_text)
@@ -155,14 +157,14 @@ def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str
 
 def _pending_reason(node: LiveNode) -> tuple[str, str | None]:
     if (revoked := node["revoked"]) is not None:
-        return _with_reason(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
+        return _append_reason(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
     if (rejected := node["rejected"]) is not None:
-        return _with_reason(f"{actions.REJECT.done} by {rejected['by']}", rejected), rejected["at"]
+        return _append_reason(f"{actions.REJECT.done} by {rejected['by']}", rejected), rejected["at"]
     if conflicts := node["open_conflicts"]:
         claims = "another machine claims" if conflicts == 1 else f"{conflicts} other machines claim"
         return f"awaiting approval; {claims} to be this node", node["created_at"]
     return "awaiting approval", node["created_at"]
 
 
-def _with_reason(sentence: str, fact: Row) -> str:
+def _append_reason(sentence: str, fact: Row) -> str:
     return f"{sentence}: {fact['reason']}" if fact["reason"] else sentence

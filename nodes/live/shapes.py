@@ -1,4 +1,4 @@
-"""Shapes of our websockets' messages, and the handshakes for the API document."""
+"""Shapes of the messages on our websockets, and descriptions of the handshakes for the API document."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from localai_cluster.web.shapes import (
     Shape,
     count,
     field,
-    mapping,
+    mapping_schema,
     reference,
 )
 from nodes.registry.shape import LIVE_NODE, LIVE_NODE_PATCH
@@ -39,7 +39,7 @@ FEED_USER = Shape(
 
 
 class Message(Shape):
-    """Shape of a message; its field `type` has the kind of message."""
+    """The shape of a websocket message; the field `type` has its kind."""
 
     def __init__(self, name: str, kind: str, meaning: str, *fields: Field) -> None:
         self.kind = kind
@@ -109,7 +109,7 @@ BACKENDS_CHANGED = Message(
         "checked_at", TIME, "When the galleries were compared last; null if they never were.", nullable=True
     ),
     field("checking", FLAG, "A check is under way."),
-    field("problems", mapping(TEXT), "Galleries that the check could not read, and why."),
+    field("problems", mapping_schema(TEXT), "Galleries that the check could not read, and why."),
 )
 RULES_CHANGED = Message(
     "FeedRules",
@@ -147,14 +147,14 @@ FEED_MESSAGE = Named(
         },
     },
 )
-_LOG_LINE: Schema = reference("LogLine")
+_LOG_LINE_SCHEMA: Schema = reference("LogLine")
 LOG_INITIAL = Message(
     "LogInitial",
     "initial",
     "The first message of a log: the lines there are.",
-    field("lines", {"type": "array", "items": _LOG_LINE}),
+    field("lines", {"type": "array", "items": _LOG_LINE_SCHEMA}),
 )
-LOG_NEW_LINE = Message("LogNewLine", "line", "One more line of a log.", field("line", _LOG_LINE))
+LOG_NEW_LINE = Message("LogNewLine", "line", "One more line of a log.", field("line", _LOG_LINE_SCHEMA))
 LOG_MESSAGE = Named(
     "LogMessage",
     {
@@ -167,7 +167,7 @@ LOG_MESSAGE = Named(
 )
 
 
-_FEED: dict[str, Any] = {
+_FEED_OPERATION: dict[str, Any] = {
     "operationId": "ws_feed",
     "tags": ["operations"],
     "summary": "Subscribe to nodes, operations and notices (WebSocket)",
@@ -208,7 +208,7 @@ _FEED: dict[str, Any] = {
     },
 }
 
-_LOGS: dict[str, Any] = {
+_LOGS_OPERATION: dict[str, Any] = {
     "operationId": "ws_nodes_logs",
     "tags": ["nodes"],
     "summary": "Follow the log of a model on a node (WebSocket)",
@@ -237,6 +237,6 @@ _LOGS: dict[str, Any] = {
     },
 }
 ROUTES: list[RawRoute] = [
-    ("GET", "/ws/feed", _FEED),
-    ("GET", "/ws/nodes/{node_id}/backend-logs/{model}", _LOGS),
+    ("GET", "/ws/feed", _FEED_OPERATION),
+    ("GET", "/ws/nodes/{node_id}/backend-logs/{model}", _LOGS_OPERATION),
 ]

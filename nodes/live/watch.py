@@ -47,18 +47,19 @@ from operations.changes import events, feed
 from operations.executor import controllers
 
 Patch = dict[str, Any]
+"""Changed keys of one node, with its id."""
 
 HISTORY_SECONDS = 120.0
-"""Seconds for which a change is stored."""
-HISTORY_CHANGES = 1000
+"""Seconds for which changes are stored for watchers that reconnect."""
+MAX_HISTORY_CHANGES = 1000
 """Maximum number of stored changes."""
-HISTORY_PATCHES = 50_000
-"""Maximum number of patches in all stored changes; it limits the memory of large fleets."""
+MAX_HISTORY_PATCHES = 50_000
+"""Maximum number of node patches in all stored changes, which limits the memory for large fleets."""
 
 
 @dataclass(frozen=True)
-class Delta:
-    """The changes from one snapshot to the next: patches by node, and removed nodes."""
+class FleetChange:
+    """A numbered change from one snapshot to the next: patches by node, and ids of removed nodes."""
 
     number: int
     at: float
@@ -71,8 +72,8 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The differences between a snapshot and the last accepted snapshot."""
+class FleetDifference:
+    """The differences between a new snapshot and the last accepted one."""
 
     rows: dict[str, RawNode]
     nodes: dict[str, LiveNode]
@@ -80,8 +81,8 @@ class Difference:
     removed: frozenset[str]
 
 
-def _patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
-    """Return the changed keys: all keys for a new node, {} without a visible change."""
+def _make_patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
+    """Return a node's changed keys: all keys for a new node, {} if no key has changed."""
     if before is None:
         return now
     changed = {key: value for key, value in now.items() if value != before[key]}
@@ -89,34 +90,34 @@ def _patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
 
 
 class History:
-    """The nodes as of the last snapshot, and the latest changes."""
+    """The nodes of the last accepted snapshot, and the latest changes."""
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
         self.number = 0
         self.nodes: dict[str, LiveNode] = {}
         self._raw: dict[str, RawNode] = {}
-        self._kept: deque[Delta] = deque()
+        self._kept: deque[FleetChange] = deque()
         self._size = 0
 
     @property
     def cursor(self) -> str:
-        """Cursor of a watcher who has every change."""
+        """Cursor of a watcher that has received every change."""
         return f"{self.epoch}:{self.number}"
 
-    def compare(self, rows: dict[str, RawNode]) -> Difference:
-        """Return the differences from the last accepted snapshot. Thread-safe: it changes nothing."""
+    def compare(self, rows: dict[str, RawNode]) -> FleetDifference:
+        """Return how the rows differ from the last accepted snapshot. Thread-safe: it changes nothing."""
         raw_before, before = self._raw, self.nodes
         nodes, patches = {}, {}
         for node, raw in rows.items():
             if raw != raw_before.get(node):
                 nodes[node] = now = render(raw)
-                if patch := _patch(node, before.get(node), now):
+                if patch := _make_patch(node, before.get(node), now):
                     patches[node] = patch
-        return Difference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
+        return FleetDifference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
 
-    def accept(self, difference: Difference, at: float) -> bool:
-        """Accept the snapshot compared last, read at `at` (monotonic seconds).
+    def accept(self, difference: FleetDifference, at: float) -> bool:
+        """Accept the snapshot of this difference, read at the monotonic time `at`.
 
         Return True if a node has changed.
         """
@@ -124,38 +125,38 @@ class History:
         self.nodes.update(difference.nodes)
         for node in difference.removed:
             del self.nodes[node]
-        self._forget(at)
-        change = Delta(self.number + 1, at, difference.patches, difference.removed)
+        self._drop_old_changes(at)
+        change = FleetChange(self.number + 1, at, difference.patches, difference.removed)
         if not change.size:
             return False
         self.number = change.number
         self._kept.append(change)
         self._size += change.size
-        self._forget(at)
+        self._drop_old_changes(at)
         return True
 
-    def _forget(self, at: float) -> None:
+    def _drop_old_changes(self, at: float) -> None:
         while self._kept and (
             at - self._kept[0].at > HISTORY_SECONDS
-            or len(self._kept) > HISTORY_CHANGES
-            or self._size > HISTORY_PATCHES
+            or len(self._kept) > MAX_HISTORY_CHANGES
+            or self._size > MAX_HISTORY_PATCHES
         ):
             self._size -= self._kept.popleft().size
 
     def parse_cursor(self, cursor: str) -> int | None:
-        """Return the cursor's number if all later changes are still stored; None for any other text."""
+        """Return the number in the cursor if all later changes are stored, otherwise None."""
         epoch, _, number = cursor.partition(":")
         if epoch != self.epoch or not (number.isascii() and number.isdecimal() and len(number) <= 18):
             return None
         return int(number) if self.has_changes_after(int(number)) else None
 
     def has_changes_after(self, number: int) -> bool:
-        """Return True if every change after this number is still stored."""
+        """Return True if all changes after this number are still stored."""
         oldest = self._kept[0].number if self._kept else self.number + 1
         return oldest - 1 <= number <= self.number
 
     def since(self, number: int) -> tuple[list[Patch], list[str]]:
-        """Merge the changes after this number. Return the patches and the ids of removed nodes."""
+        """Merge the changes after this number into patches and ids of removed nodes."""
         patches: dict[str, Patch] = {}
         removed: set[str] = set()
         for change in self._kept:
@@ -172,37 +173,37 @@ class History:
 
 log = logging.getLogger(__name__)
 
-POLL_EVERY = 1.0
-"""Seconds between two polls without a wake-up."""
+POLL_SECONDS = 1.0
+"""Seconds between two reads of the rows without a wake-up."""
 GATHER_SECONDS = 0.2
-"""Seconds for which wake-ups are gathered before a poll."""
-PAUSE_FACTOR = 4.0
-"""Minimum pause after a successful poll, as a multiple of the poll's duration."""
-PING_EVERY = 5.0
+"""Seconds for which further wake-ups are awaited before the rows are read."""
+MIN_PAUSE_FACTOR = 4.0
+"""Minimum pause between two reads, as a multiple of the duration of a read."""
+PING_SECONDS = 5.0
 """Seconds between two pings of Redis."""
-PING_LIMIT = 2.0
-"""Seconds within which Redis must reply to a ping."""
-READ_LIMIT = 5.0
-"""Seconds after which a poll counts as failed; its thread is still awaited."""
+PING_TIMEOUT_SECONDS = 2.0
+"""Seconds within which Redis must answer a ping."""
+READ_TIMEOUT_SECONDS = 5.0
+"""Seconds after which a read counts as failed. Its thread is still awaited."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The rows of one poll."""
+    """The rows of one read."""
 
     nodes: dict[str, rows.RawNode]
     controllers: controllers.LastHeartbeats
     backends: upgrade_state.UpgradeCheckState
     rules: str
-    """Revision of the scheduling rules."""
+    """Revision of the scheduling rules, which changes with each change of them."""
     definitions: str = ""
-    """Revision of the stored definitions."""
+    """Revision of the stored definitions, which changes with each change of them."""
     tasks_wait_since: datetime | None = None
     mass_hold: mass_silence.CurrentHold | None = None
 
 
 def read_snapshot() -> Snapshot:
-    """Read the rows in one database snapshot, with a constant number of queries."""
+    """Read all rows of the feed in one database snapshot, with a constant number of queries."""
     with feed.shared_snapshot():
         tasks = periodic.waiting_since(now=clock.now())
         mass_hold, revision = mass_silence.current_hold(), rules.rules_revision()
@@ -219,7 +220,9 @@ def read_snapshot() -> Snapshot:
 
 async def ping_redis() -> bool:
     client = redis.asyncio.Redis.from_url(
-        conf.cluster().redis_url, socket_timeout=PING_LIMIT, socket_connect_timeout=PING_LIMIT
+        conf.cluster().redis_url,
+        socket_timeout=PING_TIMEOUT_SECONDS,
+        socket_connect_timeout=PING_TIMEOUT_SECONDS,
     )
     try:
         return bool(await client.ping())
@@ -230,7 +233,7 @@ async def ping_redis() -> bool:
 
 
 class NodeFeed:
-    """Polls the rows while there are watchers, and sends each watcher its missing changes."""
+    """Reads the rows while there are watchers, and gives each watcher the changes that it missed."""
 
     def __init__(
         self, read: Callable[[], Snapshot] = read_snapshot, ping: Callable[[], Awaitable[bool]] | None = None
@@ -255,9 +258,9 @@ class NodeFeed:
         self._disk: disk.DiskUsage | None = None
 
     async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
-        """Yield the messages for a watcher at `cursor`, without end.
+        """Yield messages for a watcher at `cursor`, without end.
 
-        The first message about nodes is sent even if nothing was missed. Close the iterator to stop watching.
+        The first message about nodes is sent even if there is no change. Close the iterator to stop watching.
         """
         async with self._count_watcher():
             position = self.history.parse_cursor(cursor) if cursor else None
@@ -268,11 +271,11 @@ class NodeFeed:
                 turn = self._turn
                 if self._has_read and sent_notices is not self.notices:
                     sent_notices = self.notices
-                    yield _text(shapes.NOTICES.of(notices=sent_notices))
+                    yield _encode_json(shapes.NOTICES.of(notices=sent_notices))
                 for kind, hint in self.change_messages.items() if self._has_read else ():
                     if hints.get(kind) != hint:
                         hints[kind] = hint
-                        yield _text(hint)
+                        yield _encode_json(hint)
                 if (
                     self._as_of is not None
                     and self._has_read
@@ -289,9 +292,9 @@ class NodeFeed:
                     await turn.wait()
 
     def _message(self, position: int | None) -> str:
-        """Return the message for watchers at this position (None: a snapshot).
+        """Return the message that brings a watcher at `position` up to date; None means a full snapshot.
 
-        It is created once for all of them.
+        All watchers at one position get the same text.
         """
         if position not in self._texts:
             if position is None:
@@ -301,7 +304,7 @@ class NodeFeed:
                 changed, removed = self.history.since(position)
                 cursor = self.history.cursor
                 message = shapes.NODES_DELTA.of(cursor=cursor, changed=changed, removed=removed)
-            self._texts[position] = _text(message)
+            self._texts[position] = _encode_json(message)
         return self._texts[position]
 
     @contextlib.asynccontextmanager
@@ -329,9 +332,9 @@ class NodeFeed:
                 woken.clear()
                 await self._refresh()
                 # An outage is over when it is over, however long the last look waited for its end.
-                pause = 0.0 if self._failing else PAUSE_FACTOR * (clock.monotonic() - began)
+                pause = 0.0 if self._failing else MIN_PAUSE_FACTOR * (clock.monotonic() - began)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(POLL_EVERY, pause)):
+                    async with asyncio.timeout(max(POLL_SECONDS, pause)):
                         await woken.wait()
                         await asyncio.sleep(max(GATHER_SECONDS, pause))
         finally:
@@ -341,7 +344,7 @@ class NodeFeed:
         self._unanswered = 0
         while self._ping is not None:
             self._unanswered = 0 if await self._ping() else self._unanswered + 1
-            await asyncio.sleep(PING_EVERY)
+            await asyncio.sleep(PING_SECONDS)
 
     async def _keep_measuring(self) -> None:
         while True:
@@ -358,24 +361,24 @@ class NodeFeed:
         # In a thread, comparing included: that takes a quarter of a second for thousands of nodes.
         reading = asyncio.ensure_future(database_sync_to_async(self._compare, thread_sensitive=False)())
         try:
-            if not (await asyncio.wait({reading}, timeout=READ_LIMIT))[0]:
-                self._fail("no answer")
+            if not (await asyncio.wait({reading}, timeout=READ_TIMEOUT_SECONDS))[0]:
+                self._report_failure("no answer")
             self._apply(*await asyncio.shield(reading))
         except DatabaseError as error:
-            self._fail(type(error).__name__)
+            self._report_failure(type(error).__name__)
         except Exception:
             # A defect; to stop looking would hide it from everyone who watches.
             log.exception("a look at the nodes failed")
-            self._fail("internal error")
+            self._report_failure("internal error")
         finally:
             # A thread cannot be cancelled: who stops watching waits until it has given its connection back.
-            await asyncio.wait({reading}, timeout=READ_LIMIT)
+            await asyncio.wait({reading}, timeout=READ_TIMEOUT_SECONDS)
 
-    def _compare(self) -> tuple[Snapshot, Difference]:
+    def _compare(self) -> tuple[Snapshot, FleetDifference]:
         snapshot = self._read()
         return snapshot, self.history.compare(snapshot.nodes)
 
-    def _apply(self, snapshot: Snapshot, difference: Difference) -> None:
+    def _apply(self, snapshot: Snapshot, difference: FleetDifference) -> None:
         now = clock.now()
         if self._failing:
             log.info("nodes are read again")
@@ -385,12 +388,12 @@ class NodeFeed:
         moved = self.history.accept(difference, clock.monotonic())
         before, self.change_messages = self.change_messages, _change_messages(snapshot)
         self._wake_watchers(
-            active_notices(self._facts(snapshot), _notice_settings(), now),
+            active_notices(self._collect_facts(snapshot), _notice_settings(), now),
             moved,
             self.change_messages != before,
         )
 
-    def _facts(self, snapshot: Snapshot) -> ClusterFacts:
+    def _collect_facts(self, snapshot: Snapshot) -> ClusterFacts:
         return ClusterFacts(
             controllers=snapshot.controllers,
             open_conflicts=sum(raw.open_conflicts for raw in snapshot.nodes.values()),
@@ -403,7 +406,7 @@ class NodeFeed:
             disk=self._disk,
         )
 
-    def _fail(self, reason: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         if not self._failing:
             log.warning("nodes not read: %s; looking again", reason)
             self._failing = True
@@ -413,7 +416,7 @@ class NodeFeed:
         self._wake_watchers([*disk_notices(self._disk), database_notice(self._as_of), *other_notices], False)
 
     def _wake_watchers(self, notices: list[Notice], moved: bool, has_messages: bool = False) -> None:
-        """Wake the watchers if notices, nodes or messages have changed."""
+        """Wake the watchers if notices, nodes or other messages have changed."""
         has_news = moved or has_messages or not self._has_read or notices != self.notices
         if notices != self.notices:
             self.notices = notices
@@ -451,27 +454,27 @@ def _notice_settings() -> NoticeSettings:
     )
 
 
-def _text(message: dict[str, Any]) -> str:
+def _encode_json(message: dict[str, Any]) -> str:
     return orjson.dumps(message).decode()
 
 
-_shared: NodeFeed | None = None
+_shared_feed: NodeFeed | None = None
 
 
-def shared() -> NodeFeed:
-    """Return the feed of this process."""
-    global _shared
-    if _shared is None:
-        _shared = NodeFeed(ping=ping_redis)
-    return _shared
+def shared_feed() -> NodeFeed:
+    """Return the node feed of this process."""
+    global _shared_feed
+    if _shared_feed is None:
+        _shared_feed = NodeFeed(ping=ping_redis)
+    return _shared_feed
 
 
-ALIVE_EVERY = 5.0
+ALIVE_SECONDS = 5.0
 """Seconds between two `alive` messages."""
 
 
-def greeting(scope: Scope) -> str:
-    """Return the first message: the server's version and the authenticated user."""
+def hello_message(scope: Scope) -> str:
+    """Return the first message of a socket: the server's version and the authenticated user."""
     principal = scope["principal"]
     return encode_message(
         shapes.HELLO.of(
@@ -484,14 +487,14 @@ def greeting(scope: Scope) -> str:
 
 
 async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield the messages about nodes and notices."""
-    async with contextlib.aclosing(shared().follow(query_text(scope, "nodes"))) as messages:
+    """Yield the messages about nodes and notices for one client."""
+    async with contextlib.aclosing(shared_feed().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
 
 async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield periodic messages, so that a page can distinguish a quiet cluster from a dead socket."""
+    """Yield `alive` periodically, so that a page can distinguish a quiet cluster from a dead socket."""
     while True:
-        await asyncio.sleep(ALIVE_EVERY)
+        await asyncio.sleep(ALIVE_SECONDS)
         yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

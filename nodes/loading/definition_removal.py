@@ -23,7 +23,7 @@ from nodes.definitions.folder import Folder, FolderUnresponsive, folder
 from nodes.loading.file_removal import FileRemoval, remove_files
 from nodes.loading.files_in_use import in_folder_thread
 from nodes.models import ModelDefinition
-from nodes.models.replica import ALL_SUFFIX, load_key
+from nodes.models.replica import ALL_REPLICAS_SUFFIX, load_key
 from nodes.replicas import drains
 from nodes.replicas.unload_requests import UnloadModel, record_unload
 from operations.executor.work import Postpone, Work, in_thread
@@ -62,7 +62,7 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
     admission = admit(
         OperationRequest(
             KIND,
-            key=f"definition:{name}" if file else load_key(name, ALL_SUFFIX),
+            key=f"definition:{name}" if file else load_key(name, ALL_REPLICAS_SUFFIX),
             element=name,
             by=request.by,
             payload={

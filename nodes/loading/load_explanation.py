@@ -39,7 +39,7 @@ from nodes.loading.reason_shapes import (
 )
 from nodes.loading.wait import has_other_node_since
 from nodes.models import BackendNode, DecisionKind, NodeModel, PlacementRecord
-from nodes.models.replica import ALL_SUFFIX, load_key
+from nodes.models.replica import ALL_REPLICAS_SUFFIX, load_key
 from nodes.placement.choose import ANY_NODE, Candidate, Need, Selector, has_memory
 from nodes.placement.explain import (
     DecisionOutcome,
@@ -255,7 +255,7 @@ def _read_operations(model_name: str, now: datetime) -> tuple[Operation | None, 
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     active = Q(status__in=(Status.PENDING, Status.PROCESSING, Status.WAITING))
     failed = Q(kind=KIND, status=Status.FAILED, dismissed_at=None, finished_at__gt=since)
-    own_key, model_key = load_key(model_name), load_key(model_name, ALL_SUFFIX)
+    own_key, model_key = load_key(model_name), load_key(model_name, ALL_REPLICAS_SUFFIX)
     operations = list(Operation.objects.filter(active | failed, key__in=(own_key, model_key)))
     running = [operation for operation in operations if operation.status != Status.FAILED]
     running.sort(key=lambda operation: operation.key != own_key)

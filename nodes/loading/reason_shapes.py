@@ -20,7 +20,7 @@ from localai_cluster.web.shapes import (
     count,
     enum,
     field,
-    mapping,
+    mapping_schema,
     text,
 )
 from nodes.models import DecisionKind, PlacementOutcome
@@ -55,11 +55,13 @@ NEED = Shape(
         field("cards", count(), "Of how many cards it takes the share.", optional=True),
         field(
             "terms",
-            mapping(_BYTES),
+            mapping_schema(_BYTES),
             "The terms of `vram`: weights, context, buffers and so on. Absent in older records.",
             optional=True,
         ),
-        field("by_gpu", mapping(_BYTES), "The part of each GPU that the definition names.", optional=True),
+        field(
+            "by_gpu", mapping_schema(_BYTES), "The part of each GPU that the definition names.", optional=True
+        ),
         field(
             "source",
             {"type": "string", "enum": ["stated", "learned", "estimated"]},
@@ -185,7 +187,7 @@ MEMORY = Shape(
     "Which nodes have the memory for one more replica.",
     [
         field("says", TEXT, "All of it in one sentence, of the first nodes."),
-        field("terms", mapping(_BYTES), "The terms of the need: weights, context, buffers and so on."),
+        field("terms", mapping_schema(_BYTES), "The terms of the need: weights, context, buffers and so on."),
         field("context", count(), "Tokens of context in the definition; 0: not known."),
         field("considered", count(), "The number of nodes."),
         field("nodes", NODE_MEMORY.many, f"At most {MAX_VERDICTS}; those that fit come first."),
@@ -270,7 +272,7 @@ UNSATISFIED = Shape(
     "Why a rule cannot be satisfied now.",
     [
         field("reason", TEXT),
-        field("counts", mapping(count()), "How many nodes each reason keeps out, by its code."),
+        field("counts", mapping_schema(count()), "How many nodes each reason keeps out, by its code."),
     ],
 )
 GIVEN_RULE = Shape(
@@ -278,7 +280,7 @@ GIVEN_RULE = Shape(
     "The rule that is looked at.",
     [
         field("model_name", TEXT),
-        field("node_selector", mapping(TEXT)),
+        field("node_selector", mapping_schema(TEXT)),
         field("min_replicas", count()),
         field("max_replicas", count()),
         field("spread_all", FLAG),

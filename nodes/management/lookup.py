@@ -5,7 +5,12 @@ from contextlib import contextmanager
 
 from django.core.management.base import CommandError
 
-from localai_cluster.accounts.command_line import MAX_MATCHES, SHORT_ID, only_with_prefix, rows_with_prefix
+from localai_cluster.accounts.command_line import (
+    MAX_MATCHES,
+    SHORT_ID_LENGTH,
+    require_row_with_prefix,
+    rows_with_prefix,
+)
 from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, JoinToken, NodeConflict
 from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
@@ -20,7 +25,7 @@ def node(text: str) -> BackendNode:
     """
     by_name = BackendNode.objects.filter(name_key=names.key(text)).first()
     matches = rows_with_prefix(BackendNode.objects.order_by("name"), text)
-    if by_name is not None and (len(text) < SHORT_ID or matches in ([], [by_name])):
+    if by_name is not None and (len(text) < SHORT_ID_LENGTH or matches in ([], [by_name])):
         return by_name
     if by_name is not None and len(text) < _ID_LENGTH:
         raise CommandError(
@@ -38,13 +43,13 @@ def node(text: str) -> BackendNode:
 def conflict(text: str) -> NodeConflict:
     """Return the conflict with that id or id prefix. Raise CommandError unless exactly one matches."""
     hint = "`manage.py nodes conflicts` lists the open ones"
-    return only_with_prefix(NodeConflict.objects.order_by("-last_at"), text, "conflict", hint)
+    return require_row_with_prefix(NodeConflict.objects.order_by("-last_at"), text, "conflict", hint)
 
 
 def join_token(text: str) -> JoinToken:
     """Return the token with that id or id prefix. Raise CommandError unless exactly one matches."""
     hint = "`manage.py nodes join-token list` lists their ids"
-    return only_with_prefix(JoinToken.objects.all(), text, "join token", hint)
+    return require_row_with_prefix(JoinToken.objects.all(), text, "join token", hint)
 
 
 def _ambiguous_names(matches: list[BackendNode]) -> str:

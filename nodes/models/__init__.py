@@ -1,4 +1,4 @@
-"""The tables of the registry."""
+"""The Django models of nodes, replicas, backends, definitions and scheduling."""
 
 from nodes.models.definition import DefinitionOrigin, DefinitionRevision, ModelDefinition
 from nodes.models.identity import BusCredential, JoinToken, NodeConflict, RevokedSecret

@@ -14,7 +14,7 @@ from localai_cluster.kit import clock
 
 
 class DefinitionOrigin(models.TextChoices):
-    """The origin of a definition's text."""
+    """The way in which a definition was saved."""
 
     GALLERY = "gallery"
     IMPORT = "import"
@@ -23,7 +23,7 @@ class DefinitionOrigin(models.TextChoices):
 
 
 class ModelDefinition(models.Model):
-    """A model definition; `text` is the YAML of its latest revision."""
+    """A saved model definition; `text` is the YAML of its latest revision."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     name = models.CharField(max_length=255)
@@ -32,9 +32,9 @@ class ModelDefinition(models.Model):
     revision = models.IntegerField(default=1)
     disabled = models.BooleanField(default=False)
     change = models.BigIntegerField(default=1)
-    """Number of the row's last change. A reader whose number differs reads the row again."""
+    """Number of the row's last change. A reader with another number reads the row again."""
     files = models.JSONField(default=list)
-    """The files that an import has fetched: a list of `path`, `size`, `sha256` and `source`."""
+    """Files that an import has fetched for the model: a list of `path`, `size`, `sha256` and `source`."""
     created_at = models.DateTimeField(default=clock.now)
     updated_at = models.DateTimeField(default=clock.now)
     deleted_at = models.DateTimeField(null=True)
@@ -55,7 +55,7 @@ class ModelDefinition(models.Model):
 
 
 class DefinitionRevision(models.Model):
-    """One saved text of a definition."""
+    """One revision of a definition's text."""
 
     definition = models.ForeignKey(ModelDefinition, on_delete=models.CASCADE, related_name="revisions")
     number = models.IntegerField()

@@ -21,12 +21,12 @@ class JoinToken(models.Model):
     expires_at = models.DateTimeField()
     max_uses = models.IntegerField(default=1)
     uses = models.IntegerField(default=0)
-    """Number of new nodes that the token has admitted."""
+    """Number of nodes that joined with the token."""
     revoked_at = models.DateTimeField(null=True, blank=True)
     revoked_by = models.CharField(max_length=150, blank=True, default="")
     last_used_at = models.DateTimeField(null=True, blank=True)
     last_used_by = models.CharField(max_length=255, blank=True, default="")
-    """Name of the last node that joined."""
+    """Name of the node that last joined with the token."""
 
     class Meta:
         db_table = "join_tokens"
@@ -44,7 +44,7 @@ class JoinToken(models.Model):
 
 
 class BusCredential(models.Model):
-    """A node's user on the bus, valid until the credentials are revoked. Each registration returns a new JWT.
+    """A node's user of the message bus, valid until it is revoked. Each registration returns a new JWT.
 
     JWT and seed are not stored; the seed is derived from the account's key, the node and the salt. There is
     no foreign key, because the credentials of a removed node must stay revoked until they expire.
@@ -54,10 +54,10 @@ class BusCredential(models.Model):
     """Public key of the bus user (`U…`)."""
     node_id = models.UUIDField(db_index=True)
     salt = models.CharField(max_length=32)
-    """Random text of the key derivation. A new salt after a revocation creates another bus user."""
+    """Random text from which the key is derived. A new salt after a revocation creates another bus user."""
     issued_at = models.DateTimeField()
     expires_at = models.DateTimeField(db_index=True)
-    """Expiry of the latest JWT."""
+    """Time when the latest JWT expires."""
     revoked_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -69,10 +69,13 @@ class BusCredential(models.Model):
 
 
 class NodeConflict(models.Model):
-    """A claim of another machine or process to be the node. The node keeps working until an admin decides."""
+    """A claim by another machine or process that it is this node.
+
+    The node keeps working until an admin decides.
+    """
 
     class Mismatch(models.TextChoices):
-        """The property of the claim that does not match the node."""
+        """The property in which the claim differs from the node."""
 
         SECRET = "secret", "another secret"
         WEAK = "weak", "a secret for a node known by the shared token"
@@ -82,7 +85,7 @@ class NodeConflict(models.Model):
         ADDRESS = "address", "another address for a node known by the shared token"
 
     class State(models.TextChoices):
-        """The decision of an admin."""
+        """An admin's decision about the claim."""
 
         OPEN = "open"
         ACCEPTED = "accepted"
@@ -93,12 +96,12 @@ class NodeConflict(models.Model):
     kind = models.CharField(max_length=16, choices=Mismatch)
     state = models.CharField(max_length=16, choices=State, default=State.OPEN)
     claim = models.CharField(max_length=64)
-    """Identifier of the claimant: fingerprint, instance, source address or hash of addresses."""
+    """Identifier of the claimant: its fingerprint, instance, source address or hash of addresses."""
     claimed_name = models.CharField(max_length=255, blank=True, default="")
     source_address = models.CharField(max_length=64, blank=True, default="")
     advertised_address = models.CharField(max_length=512, blank=True, default="")
     node_source_address = models.CharField(max_length=64, blank=True, default="")
-    """The last source address of the node itself, for comparison."""
+    """Last source address of the registered node, for comparison with the claim."""
     count = models.IntegerField(default=1)
     first_at = models.DateTimeField(default=clock.now)
     last_at = models.DateTimeField(default=clock.now)
@@ -117,7 +120,7 @@ class NodeConflict(models.Model):
 
 
 class RevokedSecret(models.Model):
-    """A secret that is never accepted again, under any name."""
+    """A worker's secret that is never accepted again, for any node."""
 
     fingerprint = models.CharField(primary_key=True, max_length=64)
     node_id = models.UUIDField()

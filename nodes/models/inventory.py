@@ -1,4 +1,4 @@
-"""Contents of the nodes' disks: installed backends and model files, and the intents that change them.
+"""Backends and model files on the nodes' disks, and pending changes of backends.
 
 `PendingBackendOp` is the *intent*: the unit of work on one backend of one node (R1.7, R1.108 to R1.120).
 `nodes/backends/upgrade_state.py` writes the rows of the upgrade check, except for the columns of automatic
@@ -18,26 +18,26 @@ from nodes.models.node import BackendNode
 
 
 class PendingBackendOpQuerySet(models.QuerySet["PendingBackendOp"]):
-    """Filters of intents."""
+    """Filters of intents (pending changes of a backend)."""
 
     def resting(self) -> Self:
-        """Filter intents that no controller runs and no user has cancelled."""
+        """Filter intents that no controller holds a lease of and no user has cancelled."""
         return self.filter(lease_until__isnull=True, cancelled_at__isnull=True)
 
     def leased(self) -> Self:
-        """Filter intents that a controller runs under a lease."""
+        """Filter intents that a controller holds a lease of."""
         return self.filter(lease_until__isnull=False)
 
 
 class PendingBackendOp(LeasedRow):
-    """An intent: one change of one backend on one node.
+    """An intent: a pending change of one backend on one node.
 
     Each backend on a node has at most one intent per `op`; its intents run one at a time, in the order of
     `turn`.
     """
 
     class Op(models.TextChoices):
-        """The desired change."""
+        """Kind of a change of a backend."""
 
         INSTALL = "install"
         UPGRADE = "upgrade"
@@ -49,21 +49,22 @@ class PendingBackendOp(LeasedRow):
     """The backend's name on the node."""
     op = models.CharField(max_length=16, choices=Op)
     gallery = models.CharField(max_length=255, blank=True, default="")
-    """Name of the only gallery to install from; empty = the first that offers the backend."""
+    """Name of the gallery to install from; "" for the first gallery that offers the backend."""
     galleries = models.TextField(blank=True, default="")
-    """The galleries that replace the cluster's for this install."""
+    """Galleries to use for this installation instead of the cluster's."""
     uri = models.CharField(max_length=1024, blank=True, default="")
     name = models.CharField(max_length=255, blank=True, default="")
     alias = models.CharField(max_length=255, blank=True, default="")
     force = models.BooleanField(default=False)
     spares_requests = models.BooleanField(default=False)
-    """True if the node's replicas of the backend are drained before the command is sent."""
+    """True if the node drains the backend's replicas before the worker gets the command."""
     drain_until = models.DateTimeField(null=True, blank=True)
-    """Deadline of the drain; null until the drain begins."""
+    """Deadline of the drain; null before it begins."""
     requested_at = models.DateTimeField(default=clock.now, editable=False)
-    """Time of the latest request for the intent. It orders the intents of one backend on a node."""
+    """Time of the latest request for this change. It determines the order of a backend's intents on a
+    node."""
     operation_id = models.UUIDField()
-    """Id of the operation that created the intent, which the worker gets.
+    """Id of the operation that created this intent. Commands to the worker contain it.
 
     Other operations may share the intent.
     """
@@ -72,11 +73,11 @@ class PendingBackendOp(LeasedRow):
     last_error = models.TextField(blank=True, default="")
     next_retry_at = models.DateTimeField(default=clock.now)
     unanswered_since = models.DateTimeField(null=True, blank=True)
-    """Time when the worker exceeded its time limit without an answer (O19)."""
+    """Time since which the worker has exceeded the time limit of the command (O19)."""
     cancelled_at = models.DateTimeField(null=True, blank=True)
-    """Time of a cancellation after a worker may have begun.
+    """Time of the cancellation of an intent whose command the worker may have received.
 
-    The worker gets a stop, then the intent is deleted.
+    The worker gets a stop command, then the intent is deleted.
     """
     created_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -114,12 +115,12 @@ class PendingBackendOp(LeasedRow):
 
     @property
     def has_begun(self) -> bool:
-        """True if a worker may be running the intent, or must get a stop command."""
+        """True if a worker may have received the command, or a stop command is due."""
         return not (self.lease_until is None and self.unanswered_since is None and self.cancelled_at is None)
 
     @property
     def turn(self) -> tuple[bool, datetime, uuid.UUID]:
-        """Sort key of the order in which the intents of one backend on a node run."""
+        """Sort key by which the intents of one backend on a node run."""
         return not self.has_begun, self.requested_at, self.id
 
 
@@ -127,14 +128,14 @@ class NodeBackendQuerySet(models.QuerySet["NodeBackend"]):
     """Filters of installed backends."""
 
     def named(self, name: str) -> Self:
-        """Filter backends with this name or alias."""
+        """Filter backends whose name or alias is `name`, ignoring case."""
         return self.filter(Q(name__iexact=name) | Q(alias__iexact=name))
 
 
 class NodeBackend(models.Model):
-    """A backend on a node in the last list of its worker (`contract/http-api.md` §2.10).
+    """A backend that is installed on a node, as its worker last reported (`contract/http-api.md` §2.10).
 
-    `BackendNode.inventory_at` is the time of the list.
+    `BackendNode.inventory_at` is the time of the report.
     """
 
     node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="backends")
@@ -163,7 +164,7 @@ class NodeBackend(models.Model):
 
 
 class BackendOffer(models.Model):
-    """The version that the galleries offer for an installed backend's name (R6.34)."""
+    """The version of a backend that the galleries offer for an installed name (R6.34)."""
 
     name = models.CharField(max_length=255, primary_key=True, help_text="as `gallery_index.folded` has it")
     version = models.CharField(max_length=255, blank=True, default="")
@@ -190,7 +191,7 @@ class BackendOffer(models.Model):
 
 
 class GalleryCopy(models.Model):
-    """The last readable copy of a gallery's index, used while the gallery cannot be read."""
+    """The last readable copy of a gallery's index. It is used while the gallery cannot be read."""
 
     key = models.CharField(max_length=64, primary_key=True, help_text="SHA-256 of the gallery's URL")
     text = models.BinaryField(help_text="the index, packed with zlib")
@@ -205,9 +206,9 @@ class GalleryCopy(models.Model):
 
 
 class UpgradeCheck(models.Model):
-    """State of the upgrade check, a table with one row.
+    """State of the check for backend upgrades, in a table with one row.
 
-    A check is due while `requested` is greater than `completed`: requests during a check cause one more
+    A check is due while `requested` is greater than `completed`. Requests during a check cause one more
     check. `revision` counts changes of the installed and the offered backends.
     """
 
@@ -218,7 +219,7 @@ class UpgradeCheck(models.Model):
     requested = models.BigIntegerField(default=0)
     completed = models.BigIntegerField(default=0)
     processed = models.BigIntegerField(default=0)
-    """Number of the last request whose result automatic upgrades have processed."""
+    """Number of the last check request for which automatic upgrades were planned."""
     claimed_by = models.CharField(max_length=64, blank=True, default="")
     claimed_until = models.DateTimeField(null=True, blank=True)
     checked_at = models.DateTimeField(null=True, blank=True)
@@ -237,7 +238,7 @@ class UpgradeCheck(models.Model):
 
 
 class FileHash(models.Model):
-    """The SHA-256 of a file in the models folder. It is valid while the file has this stamp."""
+    """SHA-256 of a file in the models folder. It is valid while the file's `stamp` is unchanged."""
 
     id = models.BigAutoField(primary_key=True)
     path = models.CharField(max_length=1024, unique=True, help_text="in the models folder")
@@ -255,7 +256,7 @@ class FileHash(models.Model):
 
 
 class BroughtModel(models.Model):
-    """The bytes of a model's files that a node had after the last load that staged them."""
+    """Bytes of a model's files on a node after the last load that staged files."""
 
     id = models.BigAutoField(primary_key=True)
     node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="brought_models")
@@ -273,7 +274,7 @@ class BroughtModel(models.Model):
 
 
 class UnreachedSource(models.Model):
-    """The host of a model source that a node could not reach.
+    """The host of a model's source that a node could not reach.
 
     The node does not try this host again for a while.
     """

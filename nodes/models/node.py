@@ -21,19 +21,19 @@ from django.db.models.functions import Cast, Floor
 from localai_cluster.kit import clock, names
 from nodes.models import scheduling
 
-COUNTED_IN_FLIGHT = ("loaded", "unloading")
-"""States whose requests count toward a node's `in_flight_count` (R1.107, D4)."""
+STATES_COUNTED_IN_FLIGHT = ("loaded", "unloading")
+"""States of replicas whose requests count toward a node's `in_flight_count` (R1.107, D4)."""
 
 
 class NodeType(models.TextChoices):
-    """Kind of a node; only `backend` nodes are scheduling targets (R1.1)."""
+    """Kind of a node. Replicas are placed on `backend` nodes only (R1.1)."""
 
     BACKEND = "backend"
     AGENT = "agent"
 
 
 class NodeStatus(models.TextChoices):
-    """Status of a node, derived from its facts: the first that applies, from top to bottom (R1.2)."""
+    """Status of a node: the first, from top to bottom, that applies to its facts (R1.2)."""
 
     PENDING = "pending"
     OFFLINE = "offline"
@@ -42,7 +42,7 @@ class NodeStatus(models.TextChoices):
     HEALTHY = "healthy"
 
 
-_STATUS = Case(
+_STATUS_EXPRESSION = Case(
     When(approved_at__isnull=True, then=Value(NodeStatus.PENDING.value)),
     When(offline_at__isnull=False, then=Value(NodeStatus.OFFLINE.value)),
     When(drained_at__isnull=False, then=Value(NodeStatus.DRAINING.value)),
@@ -52,7 +52,7 @@ _STATUS = Case(
 )
 
 
-_DISK_QUOTA = Case(
+_DISK_QUOTA_EXPRESSION = Case(
     When(
         disk_quota_share__gt=0, then=Cast(Floor(F("total_disk") * F("disk_quota_share")), BigIntegerField())
     ),
@@ -78,25 +78,25 @@ def _reason_field() -> "models.CharField[str, str]":
 
 
 class BackendNodeQuerySet(QuerySet["BackendNode"]):
-    """Filters of nodes. Each method returns a queryset; none writes."""
+    """Filters of nodes. Each method returns a queryset; none of them writes."""
 
     def silent(self, *, since: datetime) -> Self:
-        """Filter approved, not yet offline nodes without a heartbeat since `since` (R5.4, R5.6, R5.8)."""
+        """Filter approved nodes without a heartbeat since `since`, except offline ones (R5.4, R5.6, R5.8)."""
         return self.filter(approved_at__isnull=False, offline_at__isnull=True).filter(
             Q(last_heartbeat__lt=since) | Q(last_heartbeat__isnull=True)
         )
 
     def with_labels(self, labels: Mapping[str, str]) -> Self:
-        """Filter nodes that have all these labels, and possibly others."""
+        """Filter nodes that have at least these labels."""
         nodes = self
         for key, value in labels.items():
             nodes = nodes.filter(Exists(NodeLabel.objects.filter(node=OuterRef("pk"), key=key, value=value)))
         return nodes
 
     def matching(self, selector: Any) -> Self:
-        """Filter healthy backend nodes that match a selector; an empty one matches all (R1.68).
+        """Filter healthy backend nodes that match a selector. An empty selector matches all (R1.68).
 
-        An unreadable selector matches none (R1.69).
+        An unreadable selector matches no node (R1.69).
         """
         labels = scheduling.readable_selector(selector)
         if labels is None:
@@ -105,15 +105,15 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
 
 
 class BackendNode(models.Model):
-    """One machine: its identity, and facts about approval, drain and liveness with actor, time and reason.
+    """A machine: its identity, and facts about approval, drain and liveness with actor, time and reason.
 
-    Figures come from its worker, overrides and labels from admins.
+    Its worker reports the figures. Admins set overrides and labels.
     """
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     name = models.CharField(max_length=255, unique=True)
     name_key = models.CharField(max_length=255, default="", editable=False)
-    """Form of the name for comparison (`names.key`). It is unique, so no two names look alike."""
+    """Normalized name for comparison (`names.key`). It is unique, so no two names look alike."""
     node_type = models.CharField(max_length=16, choices=NodeType, default=NodeType.BACKEND)
     address = models.CharField(max_length=512, blank=True, default="")
     http_address = models.CharField(max_length=512, blank=True, default="")
@@ -123,70 +123,72 @@ class BackendNode(models.Model):
     revoked_at, revoked_by, revoke_reason = _time_field(), _actor_field(), _reason_field()
     drained_at, drained_by, drain_reason = _time_field(), _actor_field(), _reason_field()
     drain_is_own = models.BooleanField(default=False, editable=False)
-    """True if the worker drained itself.
+    """True if the worker drained its node itself.
 
-    The worker's next registration ends such a drain; only an admin ends an admin's.
+    The next registration of the worker ends such a drain. Only an admin ends a drain that an admin began.
     """
     drain_deadline = _time_field()
-    """Time at which the drain stops the replicas even if they still have requests."""
+    """Time at which the drain stops replicas that still have requests."""
     engines_gone_at = _time_field()
-    """Time since which a drained node is confirmed to run no engine: it is safe to power off."""
+    """Time since which a drained node runs no engine for certain, so that it is safe to power off."""
     engines_error = _reason_field()
-    """The reason why the end of all engines could not be confirmed."""
+    """Reason why it is not confirmed that all engines have ended."""
     engines_due_at = _time_field()
-    """Time of the next check of its running engines; null = at once."""
+    """Time of the next check of running engines; null = at once."""
     offline_at, offline_by, offline_reason = _time_field(), _actor_field(), _reason_field()
     offline_recovers = models.BooleanField(default=False, editable=False)
-    """True if a heartbeat ends `offline`: the node lost contact and did not deregister (R5.5, R5.7)."""
+    """True if a heartbeat ends `offline`, because the node fell silent and did not deregister (R5.5,
+    R5.7)."""
     unhealthy_at, unhealthy_by, unhealthy_reason = _time_field(), _actor_field(), _reason_field()
     status = models.GeneratedField(
-        expression=_STATUS, output_field=models.CharField(max_length=16), db_persist=True
+        expression=_STATUS_EXPRESSION, output_field=models.CharField(max_length=16), db_persist=True
     )
 
     fingerprint = models.CharField(max_length=64, blank=True, default="", editable=False)
-    """SHA-256 (hex) of the worker's own secret.
+    """SHA-256 (hex) of the worker's secret.
 
-    Empty for a node known by the shared token only (`weak_identity`).
+    Empty for a node that only knows the shared token (`weak_identity`).
     """
     weak_identity = models.BooleanField(default=False, editable=False)
     bound_at = _time_field()
-    """Time when a secret was first bound to the name.
+    """Time when a worker's secret was first bound to the node's name.
 
-    Never cleared: the name then never accepts the shared token again.
+    It is never cleared: from then on the name never accepts the shared token.
     """
     rotation_requested_at = _time_field()
-    """Time since which the secret permits only registration and rotation."""
+    """Time since which the worker's secret permits only registration and rotation."""
     instance = models.CharField(max_length=32, blank=True, default="", editable=False)
-    """The id of the node's worker process, which the process creates at its start."""
+    """Id of the node's worker process, which the process creates at its start."""
     former_instances = models.JSONField(default=list, blank=True, editable=False)
-    """Ids of earlier processes, newest first.
+    """Ids of earlier worker processes, newest first.
 
-    A request from one of these ids means that the data folder was copied.
+    A request from one of them means that the worker's data folder was copied.
     """
     source_address = models.CharField(max_length=64, blank=True, default="", editable=False)
     engine_token = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
-    """Bearer token of its engines; its worker creates it at each start. A secret: no shape contains it.
+    """Bearer token of the node's engines, which the worker creates at each start. No API returns it.
 
     Empty for a stock worker, whose engines expect the registration token (`registry/dial_targets.py`).
     """
     joined_with = models.UUIDField(null=True, blank=True, editable=False)
-    """Id of the join token that admitted the node; null for the registration token and for enrolled nodes."""
+    """Id of the join token that admitted the node. It is null for nodes that joined otherwise."""
     joined_note = models.CharField(max_length=200, blank=True, default="", db_default="", editable=False)
     joined_by = models.CharField(max_length=150, blank=True, default="", db_default="", editable=False)
-    """Creator of the join token. Like `joined_note`, the token's note, it outlives the token's row."""
+    """Creator of the join token. Like `joined_note`, it is kept when the token's row is deleted."""
     worker_version = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
-    """The worker's version in its last registration; stock workers send none."""
+    """Version of the worker in its last registration. Stock workers send none."""
 
     total_vram, available_vram, reserved_vram = _bytes_field(), _bytes_field(), _bytes_field()
     total_ram, available_ram = _bytes_field(), _bytes_field()
     total_disk, available_disk = _bytes_field(), _bytes_field()
     gpus = models.JSONField(default=list, blank=True, db_default=[], editable=False)
-    """The node's single GPUs (`registry/resources.py`), from the same reading as `available_vram`.
+    """GPUs of the node (`registry/resources.py`), from the reading of `available_vram`.
 
-    Empty if its worker reports only the total.
+    Empty if the worker reports only the total.
     """
     system = models.JSONField(default=dict, blank=True, db_default={}, editable=False)
-    """Operating system, kernel, processor, boot time (`registry/resources.py`); stock workers send none."""
+    """Operating system, kernel, processor and boot time (`registry/resources.py`). Stock workers send
+    none."""
     gpu_vendor = models.CharField(max_length=32, blank=True, default="")
     gpu_compute_capability = models.CharField(max_length=16, blank=True, default="")
     capability = models.CharField(max_length=64, blank=True, default="")
@@ -196,17 +198,17 @@ class BackendNode(models.Model):
     vram_budget_bytes = _bytes_field()
     vram_budget_manually_set = models.BooleanField(default=False)
     disk_quota = models.CharField(max_length=32, blank=True, default="", db_default="")
-    """Disk space for files of models, as the admin entered it; empty = no limit."""
+    """Disk space for model files as an admin entered it; "" for no limit."""
     disk_quota_size = models.BigIntegerField(default=0, db_default=0, editable=False)
-    """Bytes of `disk_quota`; 0 if the quota is a fraction of the disk."""
+    """Bytes of the disk quota; 0 if it is a fraction of the disk."""
     disk_quota_share = models.DecimalField(
         max_digits=13, decimal_places=12, default=Decimal(0), db_default=Decimal(0), editable=False
     )
-    """Fraction of `total_disk` in `disk_quota`; 0 if the quota is in bytes."""
+    """Disk quota as a fraction of `total_disk`; 0 if it is in bytes."""
     disk_quota_bytes = models.GeneratedField(
-        expression=_DISK_QUOTA, output_field=models.BigIntegerField(), db_persist=True
+        expression=_DISK_QUOTA_EXPRESSION, output_field=models.BigIntegerField(), db_persist=True
     )
-    """Bytes of the quota now; 0 = no limit, or a fraction of a disk whose size is not reported."""
+    """Bytes of the disk quota at present; 0 without a limit, or if the size of the disk is not reported."""
 
     auth_user = models.ForeignKey(
         settings.AUTH_USER_MODEL, null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
@@ -216,31 +218,31 @@ class BackendNode(models.Model):
     )
     last_heartbeat = models.DateTimeField(null=True, editable=False)
     vram_read_at = _time_field()
-    """Time of the reading of `available_vram`; null = never, or before this column existed."""
+    """Time of the reading of `available_vram`; null if there was none or it precedes this column."""
     reserved_at = _time_field()
-    """Time of the last reservation: an older heartbeat leaves `reserved_vram` unchanged."""
+    """Time of the last memory reservation. An older heartbeat leaves `reserved_vram` unchanged."""
     returned_vram = models.BigIntegerField(default=0, db_default=0, editable=False)
-    """Bytes that engines have freed since the VRAM reading at `returned_beside`; void after any other
-    reading."""
+    """Bytes that ended engines have freed since the reading at `returned_beside`. A newer reading makes it
+    void."""
     returned_beside = _time_field()
     newest_load = models.UUIDField(null=True, editable=False)
-    """Id of the replica whose load was the last to reserve a slot."""
+    """Id of the replica for which a slot was last reserved on the node."""
     inventory_at = _time_field()
-    """Time of the worker's last list in `backends`; null if it was never requested."""
+    """Time of the worker's last report of installed backends; null if there was none."""
     inventory_due_at = _time_field()
-    """Time of the next request for the list; null = at the next check."""
+    """Time of the next request for installed backends; null = at the next pass."""
     inventory_error = models.CharField(max_length=255, blank=True, default="", editable=False)
-    """The reason why the last request for the list failed."""
+    """Reason why the last request for installed backends failed."""
     file_port_error = models.CharField(max_length=255, blank=True, default="", db_default="", editable=False)
-    """The reason why the worker's HTTP server could not be reached; empty while it can be reached."""
+    """Reason why the worker's HTTP server cannot be reached; "" while it can."""
     file_port_failed_at = _time_field()
-    """Time since which the worker's HTTP server could not be reached."""
+    """Time since which the worker's HTTP server cannot be reached."""
     file_port_failures = models.IntegerField(default=0, db_default=0, editable=False)
-    """Number of consecutive failed checks of the HTTP server; each doubles the time until the next check."""
+    """Number of consecutive failed checks of the worker's HTTP server. Each doubles the time to the next."""
     file_port_next_check_at = _time_field()
-    """Time of the next check of the HTTP server by a controller; null = at once."""
+    """Time of the next check of the worker's HTTP server; null = at once."""
     revision = models.IntegerField(default=0, editable=False)
-    """Number of changes other than heartbeats. An edit must contain the revision on which it is based."""
+    """Number of changes other than heartbeats. An edit states the revision on which it is based."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -290,16 +292,16 @@ class BackendNode(models.Model):
         return self.name
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Set `name_key` if only the name was given."""
+        """Save the node. Set `name_key` from the name if it is empty."""
         self.name_key = self.name_key or names.key(self.name)
         super().save(*args, **kwargs)
 
 
 class NodeLabel(models.Model):
-    """One label of a node (R1.40). Its source determines which actor may remove it."""
+    """A label of a node (R1.40). Its source determines who may remove it."""
 
     class Source(models.TextChoices):
-        """The origin of a label."""
+        """Who set the label."""
 
         WORKER = "worker"
         AUTO = "auto"
@@ -320,10 +322,10 @@ class NodeLabel(models.Model):
 
 
 class NodeEvent(models.Model):
-    """One event of a node: kind, actor, cause, and the node's status before and after."""
+    """An event in a node's timeline: kind, actor, cause, and the status before and after it."""
 
     class Kind(models.TextChoices):
-        """The kind of an event."""
+        """Kind of a node's event."""
 
         REGISTERED = "registered"
         APPROVED = "approved"
@@ -354,9 +356,9 @@ class NodeEvent(models.Model):
     kind = models.CharField(max_length=24, choices=Kind)
     at = models.DateTimeField()
     last_at = models.DateTimeField()
-    """Time of the last repetition of a conflict; otherwise equal to `at`."""
+    """Time when a repeated conflict last occurred; otherwise equal to `at`."""
     count = models.IntegerField(default=1)
-    """Repetitions of a conflict within the minute; otherwise 1."""
+    """Number of occurrences of a conflict within the minute; 1 for other events."""
     actor_kind = models.CharField(max_length=16)
     actor = models.CharField(max_length=150)
     cause = models.CharField(max_length=255, blank=True, default="")
@@ -365,7 +367,8 @@ class NodeEvent(models.Model):
     detail = models.JSONField(default=dict, blank=True)
     request_id = models.CharField(max_length=64, blank=True, default="")
     repeat_key = models.CharField(max_length=64, null=True, blank=True, unique=True)
-    """Node, kind, cause and minute of an event that is counted instead of repeated; null for all others."""
+    """Node, kind, cause and minute of a conflict event. Equal conflicts increase its count. Null for
+    others."""
 
     class Meta:
         db_table = "node_events"
@@ -381,7 +384,10 @@ class NodeEvent(models.Model):
 
 
 class MassSilence(models.Model):
-    """The active mass-disruption hold, a table with at most one row (`nodes/reconcilers/liveness.py`)."""
+    """The mass-disruption hold, in a table with at most one row (`nodes/reconcilers/liveness.py`).
+
+    While it is active, silent nodes do not become offline.
+    """
 
     ONLY = 1
 
@@ -390,9 +396,9 @@ class MassSilence(models.Model):
     until = models.DateTimeField()
     """Time when the silent nodes become offline."""
     nodes = models.JSONField(default=list)
-    """Ids of the nodes that were silent at the last liveness pass."""
+    """Ids of the silent nodes at the last liveness pass."""
     of = models.IntegerField()
-    """Number of all nodes, including the silent ones."""
+    """Number of all nodes at the last liveness pass."""
 
     class Meta:
         db_table = "mass_silence"

@@ -20,12 +20,12 @@ from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
 from operations.models import SUFFIX_SEPARATOR
 
-ALL_SUFFIX = "all"
-"""Key suffix of operations on all replicas of a model."""
+ALL_REPLICAS_SUFFIX = "all"
+"""Suffix of the key of an operation on all replicas of a model."""
 
 
 class Phase(models.TextChoices):
-    """The phase of an engine's life (`nodes/replicas/states.py`). Only `serving` rows receive traffic."""
+    """Phase in the life of an engine (`nodes/replicas/states.py`). Only `serving` replicas get requests."""
 
     RESERVED = "reserved"
     STAGING = "staging"
@@ -38,7 +38,7 @@ class Phase(models.TextChoices):
 
 
 class PhaseReason(models.TextChoices):
-    """The reason why a replica does not serve any more."""
+    """Reason why a replica no longer serves."""
 
     UNLOAD = "unload"
     UPGRADE = "upgrade"
@@ -57,11 +57,11 @@ REASONS_BY_PHASE: Mapping[Phase, frozenset[PhaseReason]] = {
     Phase.STOPPING: _FINAL_REASONS | {PhaseReason.UNLOAD, PhaseReason.LOST, PhaseReason.LOAD_FAILED},
     Phase.DEPARTED: frozenset({PhaseReason.NODE_LEFT}),
 }
-"""The reasons of each phase; rows in the other phases have none."""
+"""The reasons that a replica in a phase may have; it has none in other phases."""
 
 
 class OwnerKind(models.TextChoices):
-    """The owner that changes a row's phase: an operation, the intent of an upgrade, or any controller."""
+    """Kind of the owner that moves a replica to its next phase."""
 
     OPERATION = "operation"
     INTENT = "intent"
@@ -69,9 +69,9 @@ class OwnerKind(models.TextChoices):
 
 
 class ReplicaState(models.TextChoices):
-    """State of a replica on the wire, which follows from its phase (R1.4).
+    """State of a replica in the API, which follows from its phase (R1.4).
 
-    Only `loaded` rows receive traffic.
+    Only `loaded` replicas get requests.
     """
 
     STAGING = "staging"
@@ -82,7 +82,7 @@ class ReplicaState(models.TextChoices):
 
 
 BEING_LOADED = (ReplicaState.STAGING, ReplicaState.LOADING)
-"""The states of rows that a load owns."""
+"""States of replicas that a load owns."""
 STATE_BY_PHASE: Mapping[str, str | None] = {
     Phase.RESERVED: ReplicaState.LOADING,
     Phase.STAGING: ReplicaState.STAGING,
@@ -93,16 +93,16 @@ STATE_BY_PHASE: Mapping[str, str | None] = {
     Phase.STOPPING: ReplicaState.UNLOADING,
     Phase.DEPARTED: None,
 }
-"""State of each phase as in the reference. A departed replica has no state and is never counted."""
+"""State of each phase, as in the reference. A departed replica has no state and is never counted."""
 LOADING_PHASES = tuple(phase for phase in Phase if STATE_BY_PHASE[phase] in BEING_LOADED)
-"""The phases of rows that a load owns, in their order."""
-_STATE = Case(
+"""Phases of replicas that a load owns, in order."""
+_STATE_EXPRESSION = Case(
     *(When(phase=phase, then=Value(state)) for phase, state in STATE_BY_PHASE.items() if state is not None),
     output_field=models.CharField(max_length=16),
 )
-_FAILED_LOAD = Q(phase="stopping", reason="load_failed")
+_FAILED_LOAD_CONDITION = Q(phase="stopping", reason="load_failed")
 
-_UNMATCHED_LABELS = """
+_UNMATCHED_LABELS_SUBQUERY = """
 SELECT FROM model_scheduling_configs c
  CROSS JOIN jsonb_each(CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN c.node_selector
                             ELSE '{"unreadable": []}' END) AS wanted(key, value)
@@ -110,29 +110,29 @@ SELECT FROM model_scheduling_configs c
            SELECT FROM node_labels l WHERE l.node_id = node_models.node_id
               AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value)
 """
-"""Subquery: labels that the rule of the replica's model requires and the replica's node lacks."""
+"""Subquery: labels that the rule of the replica's model requires and its node lacks."""
 
 
 class NodeModelQuerySet(QuerySet["NodeModel"]):
-    """Filters of replicas. Each method returns a queryset; none writes."""
+    """Filters of replicas. Each method returns a queryset; none of them writes."""
 
     def loaded(self) -> Self:
-        """Filter rows that may receive traffic."""
+        """Filter replicas that may get requests."""
         return self.filter(state="loaded")
 
     def serving(self) -> Self:
-        """Filter loaded rows on healthy nodes (R1.61)."""
+        """Filter loaded replicas on healthy nodes (R1.61)."""
         return self.loaded().filter(node__status="healthy")
 
     def reached(self) -> Self:
-        """Filter serving rows that requests can reach (R2.10), like `nodes/replicas/statements.py`.
+        """Filter replicas that requests can get (R2.10), as `nodes/replicas/statements.py` does.
 
         Their nodes match the selector of their model's rule. Do not use it in subqueries.
         """
-        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_UNMATCHED_LABELS})"]))
+        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_UNMATCHED_LABELS_SUBQUERY})"]))
 
     def of_backend(self, backend: str) -> Self:
-        """Filter replicas whose engines use this backend, by its name or by its alias on their node."""
+        """Filter replicas whose engines use the backend with this name or alias on their node."""
         backend_type = OuterRef("backend_type")
         installed = NodeBackend.objects.named(backend).filter(node=OuterRef("node"))
         alias = installed.filter(Q(name__iexact=backend_type) | Q(alias__iexact=backend_type))
@@ -143,23 +143,23 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
         return self.filter(model_name=model_name)
 
     def occupying(self) -> Self:
-        """Filter rows that occupy a slot of their node. Engines of failed loads do not (R1.62)."""
-        return self.exclude(Q(phase="departed") | _FAILED_LOAD)
+        """Filter replicas that occupy a slot of their node. Engines of failed loads do not (R1.62)."""
+        return self.exclude(Q(phase="departed") | _FAILED_LOAD_CONDITION)
 
 
 _EngineManager = models.Manager.from_queryset(NodeModelQuerySet)
 
 
 class _PresentManager(_EngineManager["NodeModel"]):
-    """Manager of the rows that have not departed."""
+    """Manager of replicas that have not departed."""
 
     def get_queryset(self) -> NodeModelQuerySet:
-        """Exclude the departed rows."""
+        """Return a queryset without departed replicas."""
         return cast(NodeModelQuerySet, super().get_queryset().exclude(phase="departed"))
 
 
 def _phase_constraints() -> list[models.CheckConstraint]:
-    """Return the constraints between the phase and the columns of a row's life."""
+    """Return the check constraints between a replica's phase and the columns of its life."""
     unowned = Q(owner_kind="", owner_id__isnull=True)
     controllers = Q(owner_kind="controllers", owner_id__isnull=True)
     operation = Q(owner_kind="operation", owner_id__isnull=False)
@@ -196,7 +196,7 @@ def _phase_constraints() -> list[models.CheckConstraint]:
 
 
 class NodeModel(models.Model):
-    """One replica: a backend process that serves one model on one node (R1.4, R1.5).
+    """A replica: one engine process that serves one model on one node (R1.4, R1.5).
 
     No cascade deletes a replica: a node is removed after its engines (`nodes/replicas/engines.py`).
     """
@@ -208,43 +208,43 @@ class NodeModel(models.Model):
     address = models.CharField(max_length=512, blank=True, default="")
     phase = models.CharField(max_length=16, choices=Phase, default=Phase.RESERVED)
     state = models.GeneratedField(
-        expression=_STATE, output_field=models.CharField(max_length=16, null=True), db_persist=True
+        expression=_STATE_EXPRESSION, output_field=models.CharField(max_length=16, null=True), db_persist=True
     )
-    """`ReplicaState` (R1.4), which PostgreSQL generates from the phase. Null if departed."""
+    """`ReplicaState` (R1.4), which PostgreSQL generates from the phase. It is null for a departed replica."""
     reason = models.CharField(max_length=16, choices=PhaseReason, blank=True, default="", db_default="")
-    """The reason why it does not serve any more; empty while it may serve."""
+    """Reason why the replica no longer serves; "" while it may serve."""
     owner_kind = models.CharField(max_length=16, choices=OwnerKind, blank=True, default="", db_default="")
-    """Kind of the owner that changes the row's phase; empty while it serves."""
+    """Kind of the owner that moves the replica to its next phase; "" while it serves."""
     owner_id = models.UUIDField(null=True, blank=True)
-    """The operation or the intent that owns the row."""
+    """Id of the operation or intent that owns the replica."""
     owner_fence = models.BigIntegerField(null=True, blank=True)
-    """Fence of the load's attempt that owns the row; null in later phases."""
+    """Fence of the load attempt that owns the replica; null in later phases."""
     deadline = models.DateTimeField(null=True, blank=True)
-    """Deadline of the phase. `nodes/replicas/states.py` defines the consequence."""
+    """Deadline of the phase. `nodes/replicas/states.py` defines what happens then."""
     claimed_until = models.DateTimeField(null=True, blank=True)
-    """Time until which one controller has claimed the stop of the engine."""
+    """Time until which one controller has claimed stopping the engine."""
     next_stop_at = models.DateTimeField(null=True, blank=True)
-    """Time of the next stop command, after an unconfirmed one."""
+    """Time of the next stop command after one without confirmation."""
     stop_attempts = models.IntegerField(default=0, db_default=0)
-    """Number of stop commands that were sent."""
+    """Number of stop commands sent."""
     stop_error = models.CharField(max_length=240, blank=True, default="", db_default="")
     """The reason why the last stop command was not confirmed."""
     started_at = models.DateTimeField(null=True, blank=True)
     """Time of the start command; null while no engine can exist."""
     start_answered = models.BooleanField(default=False, db_default=False)
-    """True once the worker has replied to the start command, with an address or a refusal."""
+    """True after the worker has replied to the start command with an address or a refusal."""
     in_flight = models.IntegerField(default=0)
     last_used = models.DateTimeField(default=clock.now)
-    """Start of the last request, or the time when the replica was loaded (R1.57)."""
+    """Time when the last request began, or when the replica was loaded (R1.57)."""
     last_released_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """End of the last request; the retirement of idle replicas uses it (R4.18)."""
+    """Time when the last request ended. It determines when an idle replica is retired (R4.18)."""
     vram_needed = models.BigIntegerField(default=0, db_default=0)
-    """Estimated bytes that its engine allocates, 0 = unknown; a load reserves them with the next two columns
+    """Estimated bytes that the engine allocates; 0 = unknown. A load reserves them
     (`placement/memory.py`)."""
     vram_on_node = models.BooleanField(default=False, db_default=False)
-    """True if the load added `vram_needed` to the node's `reserved_vram`. The load's end subtracts it."""
+    """True while `vram_needed` is part of the node's `reserved_vram`. The end of the load subtracts it."""
     vram_seen = models.BigIntegerField(default=0, db_default=0)
-    """Available bytes of its node in the reading that its placement used."""
+    """Available bytes of the node in the reading on which the placement is based."""
     gpus = models.JSONField(default=list, blank=True, db_default=[])
     """The GPUs that the engine may use, each with `index`, `uuid`, `bytes` (of the engine) and `seen` (as
     `vram_seen`).
@@ -252,35 +252,37 @@ class NodeModel(models.Model):
     Empty if its node reports none, or its need is unknown.
     """
     files_needed = models.BigIntegerField(default=0, db_default=0)
-    """Bytes of the model's files that its load brings to the node, 0 = none or unknown. They count toward the
-    node's disk quota until the files are recorded (`decisions/fleet_cache.py`)."""
+    """Bytes of model files that the load brings to the node; 0 = none or unknown.
+
+    They count toward the node's disk quota until the files are recorded (`decisions/fleet_cache.py`).
+    """
     vram_seen_at = models.DateTimeField(null=True, blank=True)
-    """Time of the reading in `vram_seen`; null = no reading."""
+    """Time of the reading in `vram_seen`; null without a reading."""
     loaded_at = models.DateTimeField(null=True, blank=True)
-    """Time at which the loaded replica was published."""
+    """Time when the replica began to serve."""
     vram_alone = models.BooleanField(default=False, db_default=False)
     """True if, at the reservation, no other engine used its GPUs and no other load ran on its node."""
     measured_at = models.DateTimeField(null=True, blank=True)
-    """Time at which a reading of its memory was stored in `ModelLoadInfo` or given up; null = not yet."""
+    """Time when a reading of the engine's memory was stored in `ModelLoadInfo` or given up; null before."""
     backend_type = models.CharField(max_length=255, blank=True, default="")
     model_options = models.JSONField(default=dict, blank=True)
     config_revision = models.CharField(max_length=64, blank=True, default="")
     effective_options_hash = models.CharField(max_length=64, blank=True, default="")
     checked_at = models.DateTimeField(null=True, blank=True)
-    """Start of the last liveness check by a controller. Only the result with this time is accepted."""
+    """Start of a controller's last liveness check of the replica. Results of other checks are ignored."""
     missed_reports = models.PositiveSmallIntegerField(default=0, db_default=0)
-    """Consecutive reports of its worker without the engine."""
+    """Number of consecutive reports of the worker that lack the engine."""
     missed_probes = models.PositiveSmallIntegerField(default=0, db_default=0)
-    """Consecutive probes of its address without an answer."""
+    """Number of consecutive probes of the engine's address without an answer."""
     exit_reported = models.BooleanField(default=False, db_default=False)
-    """True if its worker has reported the end of the engine, which is not confirmed yet."""
+    """True if the worker has reported that the engine ended, which is not yet confirmed."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
     objects = _PresentManager()
-    """All rows except departed ones, for clients, counters and hooks."""
+    """Manager of all replicas except departed ones, for clients, counters and hooks."""
     engines = _EngineManager()
-    """All rows, including departed ones, for slots, memory and stops."""
+    """Manager of all replicas including departed ones, for slots, memory and stops."""
 
     class Meta:
         db_table = "node_models"
@@ -308,12 +310,12 @@ class NodeModel(models.Model):
 
     @property
     def idle_since(self) -> datetime:
-        """The end of its last request; without one, the time when it was loaded."""
+        """Time when the last request ended; without requests, the time when the replica was loaded."""
         return max(self.last_used, self.last_released_at or self.last_used)
 
 
 class WebProcess(models.Model):
-    """One running web process. If it is silent, its in-flight counts are subtracted (`liveness.py`)."""
+    """A running web process. If it falls silent, its in-flight counts are subtracted (`liveness.py`)."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     host = models.CharField(max_length=255)
@@ -321,7 +323,10 @@ class WebProcess(models.Model):
     started_at = models.DateTimeField(default=clock.now)
     seen_at = models.DateTimeField(default=clock.now)
     hearing_since = models.DateTimeField(default=clock.now)
-    """Start of its uninterrupted run. Missing heartbeats before that time prove nothing."""
+    """Time since which the process has run without interruption.
+
+    Missing heartbeats of nodes before that time prove nothing.
+    """
     version = models.CharField(max_length=64, blank=True, db_default="")
 
     class Meta:
@@ -333,7 +338,7 @@ class WebProcess(models.Model):
 
 
 class ReplicaUse(models.Model):
-    """The number of a replica's running requests in one web process.
+    """Number of requests that one web process runs on a replica.
 
     `NodeModel.in_flight` is the sum over all processes.
     """
@@ -355,9 +360,9 @@ class ReplicaUse(models.Model):
 
 
 def load_key(model_name: str, suffix: str = "0") -> str:
-    """Return the key of an operation on the model's replicas.
+    """Return the key of an operation on a model's replicas. Operations with equal keys exclude each other.
 
     Requests join the load with suffix 0. A load of one more replica has another number, and operations on all
-    replicas have `ALL_SUFFIX`.
+    replicas have `ALL_REPLICAS_SUFFIX`.
     """
     return f"model:{model_name}{SUFFIX_SEPARATOR}{suffix}"

@@ -12,15 +12,17 @@ class StoredResponseQuerySet(models.QuerySet["StoredResponse"]):
     """Filters of stored responses."""
 
     def prune(self, *, before: datetime, limit: int) -> int:
-        """Delete up to `limit` responses that were unused since `before` or belong to a revoked key; return
-        the number."""
+        """Delete up to `limit` responses that are unused since `before` or whose key is revoked.
+
+        Return the number of deleted responses.
+        """
         revoked = ApiKey.objects.filter(Q(revoked_at__isnull=False) | Q(user__is_active=False))
         ended = self.filter(Q(used_at__lt=before) | Q(owner__in=revoked.values("key_hash"))).order_by("pk")
         return self.filter(pk__in=list(ended.values_list("pk", flat=True)[:limit])).delete()[0]
 
 
 class StoredResponse(models.Model):
-    """One stored response. Only the API key that requested it can read, continue or delete it."""
+    """A stored response. Only the API key that requested it can read, continue or delete it."""
 
     id = models.CharField(max_length=64, primary_key=True)
     owner = models.CharField(max_length=64, help_text="SHA-256 of the API key")

@@ -18,17 +18,17 @@ from localai_cluster.kit import clock, errors, names
 
 
 class ModelLoadInfo(models.Model):
-    """The last load of a model (R1.6) and the memory that its engines took; outlives replicas and nodes."""
+    """The last load of a model (R1.6) and its engines' memory. It outlives replicas and nodes."""
 
     model_name = models.CharField(max_length=255, unique=True)
     backend_type = models.CharField(max_length=255)
     model_options = models.JSONField(default=dict)
     definition = models.JSONField(default=dict, db_default={}, editable=False)
-    """Definition used by the last load (`nodes/loading/load_info.py`); empty if it cannot be stored."""
+    """Definition that the last load used (`nodes/loading/load_info.py`); empty if it cannot be stored."""
     withdrawn_at = models.DateTimeField(null=True, editable=False)
-    """Time at which a user deleted or disabled the definition; from then on this row starts no load."""
+    """Time when a user deleted or disabled the definition. From then on this row starts no load."""
     memory = models.JSONField(default=list, db_default=[], editable=False)
-    """Readings of the memory of its engines, by definition, backend build and kind of device."""
+    """Readings of the engines' memory, by definition, backend build and kind of device."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -42,14 +42,14 @@ class ModelLoadInfo(models.Model):
 
 
 class RoutePolicy(models.TextChoices):
-    """Policy that chooses a replica for a request (R3.1); empty = the cluster's default."""
+    """Policy by which a request gets a replica (R3.1); empty = the cluster's default."""
 
     ROUND_ROBIN = "round_robin", "round robin"
     PREFIX_CACHE = "prefix_cache", "prefix cache"
 
 
 class ModelSchedulingConfig(models.Model):
-    """Desired nodes and number of replicas of a model (R1.8)."""
+    """Scheduling rule of a model: its allowed nodes and number of replicas (R1.8)."""
 
     id = models.UUIDField(primary_key=True, default=uuid4, editable=False)
     model_name = models.CharField(max_length=255, unique=True)
@@ -67,11 +67,11 @@ class ModelSchedulingConfig(models.Model):
     current_replicas = models.IntegerField(default=0, db_default=0, editable=False)
     loading_replicas = models.IntegerField(default=0, db_default=0, editable=False)
     reason = models.TextField(blank=True, default="", db_default="", editable=False)
-    """Result of the last pass for this rule, with the reason."""
+    """Result of the last replica pass for this rule, with its reason."""
     pressure_ended_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """Time of the last scale-up for pressure (R4.13). Earlier reports of pressure are void."""
+    """Time of the last scale-up because of prefix pressure (R4.13). Earlier pressure no longer counts."""
     checked_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """Time of the last pass; null until a pass has processed the rule in its current form."""
+    """Time of the last replica pass for this rule; null until a pass has processed its latest change."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -104,7 +104,7 @@ class ModelSchedulingConfig(models.Model):
 
 
 class PrefixPressure(models.Model):
-    """Pressure on a model in one web process (R3.18).
+    """Prefix pressure on a model in one web process (R3.18).
 
     It is the number of requests that did not go to the replica that caches their prompt, because that replica
     was too busy.
@@ -113,7 +113,7 @@ class PrefixPressure(models.Model):
     process_id = models.UUIDField()
     model_name = models.CharField(max_length=255)
     times = models.JSONField(default=list)
-    """Times of these requests in ISO 8601, as of the report."""
+    """ISO 8601 times of these requests, as of the last report."""
     reported_at = models.DateTimeField(default=clock.now)
 
     class Meta:
@@ -128,7 +128,7 @@ class PrefixPressure(models.Model):
 
 
 class PlacementOutcome(models.TextChoices):
-    """The outcome of a decision."""
+    """Outcome of a placement decision."""
 
     PLACED = "placed"
     WAITING = "waiting"
@@ -139,44 +139,43 @@ class PlacementOutcome(models.TextChoices):
 
 
 class DecisionKind(models.TextChoices):
-    """The kind of a decision, which determines its recomputation (`nodes/loading/load_explanation.py`)."""
+    """Kind of a decision, which determines how it is recomputed (`nodes/loading/load_explanation.py`)."""
 
     PLACEMENT = "placement"
     EVICTION = "eviction"
     ATTEMPT = "attempt"
-    """The outcome of a load after a failed attempt."""
+    """The result of a failed load attempt."""
     SCALE = "scale"
     UNLOAD = "unload"
 
 
 _Decision = TypeVar("_Decision", bound=models.Model)
-_ROW_OVERHEAD = 300
-"""Bytes of a row without its large columns, including its index entries."""
+_ROW_OVERHEAD_BYTES = 300
+"""Estimated bytes of a row without its large columns, with its index entries."""
 
 
 class BoundedQuerySet(models.QuerySet[_Decision]):
-    """Rows of decisions, which retention limits by age and by total bytes."""
+    """Base querysets of decision records, whose retention limits age and total bytes."""
 
     at: ClassVar[str]
-    large: ClassVar[tuple[str, ...]]
-    """Large columns, whose stored (compressed) size counts. PostgreSQL knows the size without reading them.
-    """
+    large_columns: ClassVar[tuple[str, ...]]
+    """Names of large columns, whose compressed size counts. PostgreSQL knows it without reading the
+    values."""
 
     def retention_cutoff(self, space: int) -> datetime | None:
-        """Return the cut-off time: the rows from then on fit into `space` bytes. None if all rows fit.
-
-        One query.
-        """
+        """Return the time from which on the rows fit into `space` bytes, None if all rows fit. One query."""
         bytes_field = BigIntegerField()
-        sizes = (Func(F(name), function="pg_column_size", output_field=bytes_field) for name in self.large)
-        size = reduce(add, sizes, Value(_ROW_OVERHEAD, output_field=bytes_field))
+        sizes = (
+            Func(F(name), function="pg_column_size", output_field=bytes_field) for name in self.large_columns
+        )
+        size = reduce(add, sizes, Value(_ROW_OVERHEAD_BYTES, output_field=bytes_field))
         newest_first = (F(self.at).desc(), F("id").desc())
         totals = self.annotate(total=Window(Sum(size), order_by=newest_first)).order_by(*newest_first)
         last: datetime | None = totals.filter(total__gt=space).values_list(self.at, flat=True).first()
         return last + timedelta(microseconds=1) if last is not None else None
 
     def prune(self, *, before: datetime, limit: int) -> int:
-        """Delete up to `limit` rows older than `before`, oldest first; return the number."""
+        """Delete up to `limit` rows older than `before`, oldest first. Return their number."""
         old = self.filter(**{f"{self.at}__lt": before}).order_by(self.at, "pk")
         return self.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()[0]
 
@@ -184,17 +183,17 @@ class BoundedQuerySet(models.QuerySet[_Decision]):
 class PlacementRecordQuerySet(BoundedQuerySet["PlacementRecord"]):
     """Records of decisions."""
 
-    at, large = "last_at", ("facts", "reason")
+    at, large_columns = "last_at", ("facts", "reason")
 
 
 class PlacementLogQuerySet(BoundedQuerySet["PlacementLog"]):
     """Entries of the placement log."""
 
-    at, large = "at", ("body",)
+    at, large_columns = "at", ("body",)
 
 
 class PlacementRecord(models.Model):
-    """One decision, or one wait for as long as its reason stays the same (`nodes/placement/explain.py`).
+    """A placement decision, or a wait for as long as its reason stays (`nodes/placement/explain.py`).
 
     It stores the ids of operation and node without foreign keys, because it outlives both. `base` and
     `position` identify the log entry of its snapshot, which it may outlive too. A decision that compared no
@@ -239,7 +238,10 @@ class PlacementRecord(models.Model):
 
 
 class PlacementLog(models.Model):
-    """Snapshots of the fleet: a full one at position 0 of a base, then deltas (`decision_log.py`)."""
+    """A snapshot of the fleet (`decision_log.py`).
+
+    The one at position 0 of a base is complete; the following ones are deltas.
+    """
 
     id = models.BigAutoField(primary_key=True)
     base = models.UUIDField(default=uuid.uuid4)
@@ -260,11 +262,11 @@ class PlacementLog(models.Model):
 
 
 MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 128, 255
-MAX_KEYS = 64
+MAX_SELECTOR_LABELS = 64
 
 
 def readable_selector(selector: Any) -> dict[str, str] | None:
-    """Return the selector, or None if it is not an object of valid label strings."""
+    """Return the selector as labels, None if it is not an object of valid label texts."""
     try:
         return check_selector(selector)
     except errors.InvalidInput:
@@ -272,31 +274,33 @@ def readable_selector(selector: Any) -> dict[str, str] | None:
 
 
 def check_selector(selector: Any) -> dict[str, str]:
-    """Return the selector; raise InvalidInput if it is invalid."""
+    """Return the node selector; raise InvalidInput if it is invalid."""
     if not isinstance(selector, dict):
         raise errors.InvalidInput("node_selector must be an object of strings", field="node_selector")
-    if len(selector) > MAX_KEYS:
-        raise errors.InvalidInput(f"node_selector must have at most {MAX_KEYS} keys", field="node_selector")
+    if len(selector) > MAX_SELECTOR_LABELS:
+        raise errors.InvalidInput(
+            f"node_selector must have at most {MAX_SELECTOR_LABELS} keys", field="node_selector"
+        )
     for key, value in selector.items():
         check_label(key, value, "node_selector")
     return selector
 
 
 def check_label(key: Any, value: Any, field: str) -> None:
-    """Raise InvalidInput for `field` unless a label can have this key and value."""
+    """Raise InvalidInput for `field` unless the key and the value form a valid label."""
     if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH:
         raise errors.InvalidInput(f"{field}: a key must have 1 to {MAX_KEY_LENGTH} characters", field=field)
-    _check_text(key, "a key", field)
+    _check_label_text(key, "a key", field)
     if not isinstance(value, str):
         raise errors.InvalidInput(f"{field}: the value of {key!r} must be a string", field=field)
     if len(value) > MAX_VALUE_LENGTH:
         raise errors.InvalidInput(
             f"{field}: the value of {key!r} exceeds {MAX_VALUE_LENGTH} characters", field=field
         )
-    _check_text(value, f"the value of {key!r}", field)
+    _check_label_text(value, f"the value of {key!r}", field)
 
 
-def _check_text(text: str, subject: str, field: str) -> None:
+def _check_label_text(text: str, subject: str, field: str) -> None:
     if character := names.find_unprintable(text):
         raise errors.InvalidInput(
             f"{field}: {subject} must not contain the character {character}", field=field

@@ -16,7 +16,7 @@ from localai_cluster.kit.leases import as_array
 from localai_cluster.web.shapes import TEXT, Row, Shape, Time, count, field, text
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.models import BackendNode, NodeEvent, NodeLabel, NodeModel
-from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
+from nodes.models.node import STATES_COUNTED_IN_FLIGHT, BackendNodeQuerySet
 from nodes.registry import shape
 from nodes.registry.lifecycle import Approval, ApprovalResult
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
@@ -74,7 +74,7 @@ def list_json(nodes: BackendNodeQuerySet, *, whole: bool) -> list[orjson.Fragmen
 def _read_parts(ids: list[str] | None) -> dict[str, tuple[str, str]]:
     """Return the version of each node's row and the end of its list element, by id; None = of all nodes."""
     with connection.cursor() as cursor:
-        cursor.execute(_ROW_PARTS, {"ids": ids, "counted": list(COUNTED_IN_FLIGHT)})
+        cursor.execute(_ROW_PARTS, {"ids": ids, "counted": list(STATES_COUNTED_IN_FLIGHT)})
         return {id: (version, end) for id, version, end in cursor}
 
 

@@ -36,7 +36,7 @@ from localai_cluster.web.shapes import (
     count,
     enum,
     field,
-    mapping,
+    mapping_schema,
     one_of,
     text,
 )
@@ -272,8 +272,8 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     (REST, column("updated_at", TIME)),
     (EVERYWHERE, field("model_count", count(), "Loaded replicas.")),
     (EVERYWHERE, field("in_flight_count", count(), "Requests on loaded and unloading replicas.")),
-    ((LIST,), field("labels", mapping(TEXT), optional=True)),
-    ((DETAIL, LIVE), field("labels", mapping(TEXT))),
+    ((LIST,), field("labels", mapping_schema(TEXT), optional=True)),
+    ((DETAIL, LIVE), field("labels", mapping_schema(TEXT))),
     (
         EVERYWHERE,
         _fact(
@@ -330,7 +330,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ((DETAIL,), field("overrides", OVERRIDES.ref)),
     (
         (DETAIL,),
-        field("label_sources", mapping(one_of(NodeLabel.Source)), "Who set which label."),
+        field("label_sources", mapping_schema(one_of(NodeLabel.Source)), "Who set which label."),
     ),
     ((DETAIL,), column("inventory", INVENTORY.ref, source=INVENTORY.read(), inner=INVENTORY)),
     (
@@ -443,7 +443,7 @@ EVENT = Shape(
         column("cause", TEXT),
         column("status_before", TEXT),
         column("status_after", TEXT),
-        column("detail", mapping({}), optional=True),
+        column("detail", mapping_schema({}), optional=True),
         column("request_id", TEXT, optional=True),
     ],
 )

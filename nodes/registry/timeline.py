@@ -41,7 +41,7 @@ class Entry:
 def record(*entries: Entry, at: datetime) -> None:
     """Write the events in the caller's transaction."""
     NodeEvent.objects.bulk_create(_row(entry, at) for entry in entries)
-    by_people = [entry for entry in entries if entry.actor.kind in audit.PEOPLE]
+    by_people = [entry for entry in entries if entry.actor.kind in audit.AUDITED_ACTOR_KINDS]
     audit.record(
         *(
             Change(f"node.{entry.kind}", entry.node_name, str(entry.node_id), entry.cause)

@@ -8,7 +8,7 @@ row holds the lock of its `node_models` row, and takes these locks in the order 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from localai_cluster.accounts.principals import VALID_SQL
+from localai_cluster.accounts.principals import VALID_KEY_SQL
 
 
 class StatementRunner(Protocol):
@@ -37,7 +37,7 @@ OWNERS = f"""owners AS MATERIALIZED (
     SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
       FROM api_keys k JOIN auth_user u ON u.id = k.user_id
      WHERE k.key_hash = ANY(ARRAY(SELECT jsonb_array_elements_text($3::jsonb -> 'keys')))
-       AND {VALID_SQL}
+       AND {VALID_KEY_SQL}
 )"""
 
 ASKED = """asked AS MATERIALIZED (

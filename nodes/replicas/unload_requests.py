@@ -36,7 +36,7 @@ from nodes.commands.outcomes import (
 from nodes.decisions import decision_log
 from nodes.decisions.decision_log import DecisionRecord, Section, State
 from nodes.models import BEING_LOADED, BackendNode, BroughtModel, DecisionKind, NodeModel, NodeType
-from nodes.models.replica import ALL_SUFFIX, NodeModelQuerySet, load_key
+from nodes.models.replica import ALL_REPLICAS_SUFFIX, NodeModelQuerySet, load_key
 from nodes.placement.evict import join_names
 from nodes.placement.explain import MAX_SENTENCE_LENGTH, DecisionOutcome, truncate
 from nodes.replicas import drains, engines, stops, terminations
@@ -200,7 +200,7 @@ def loading_there(model: str, node_id: UUID) -> UUID | None:
 
 def _key(request: UnloadRequest) -> str:
     if request.node is None:
-        return load_key(request.model, ALL_SUFFIX)
+        return load_key(request.model, ALL_REPLICAS_SUFFIX)
     target = "model" if request.index is None else f"replica:{request.index}"
     return f"node:{request.node.id}:{target}:{request.model}"
 

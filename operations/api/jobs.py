@@ -18,7 +18,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.openapi import describe, name_operations
 from localai_cluster.web.rest import validate_body
-from localai_cluster.web.shapes import mapping
+from localai_cluster.web.shapes import mapping_schema
 from operations import kinds, targets
 from operations.api import serializers as shapes
 from operations.api.serializers import OperationRoute
@@ -110,7 +110,7 @@ class BackendJobsView(APIView):
     tag = "operations"
     subject = "backend"
 
-    @describe("backends_jobs", "List raw statuses", mapping(shapes.JOB_STATUS.ref))
+    @describe("backends_jobs", "List raw statuses", mapping_schema(shapes.JOB_STATUS.ref))
     def get(self, request: Request) -> Response:
         """By id, the newest 500 operations that are active or have ended within the last hour."""
         of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - JOB_RETENTION)

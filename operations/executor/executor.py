@@ -359,7 +359,7 @@ class OperationQueue:
         log.info(
             "%s %s (%s): start, fence %d", operation.kind, operation.element, operation.id, operation.fence
         )
-        with metrics.attempt(operation.kind) as attempt:
+        with metrics.count_attempt(operation.kind) as attempt:
             attempt.outcome = await self._attempt(work)
 
     async def _attempt(self, work: Work) -> Event:

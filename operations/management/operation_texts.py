@@ -30,7 +30,7 @@ _PART_STATES = {TargetStatus.SUCCESS: "done", TargetStatus.ERROR: "failed"}
 
 def short_id(entry: Entry) -> str:
     """Return the short form of the operation's id."""
-    return str(entry["jobID"])[: command_line.SHORT_ID]
+    return str(entry["jobID"])[: command_line.SHORT_ID_LENGTH]
 
 
 def target_state(part: Part) -> str:

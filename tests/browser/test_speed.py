@@ -6,7 +6,7 @@ import re
 import pytest
 from playwright.sync_api import Page, Request, expect
 
-from localai_cluster.web.page import PAGES as PRELOADED
+from localai_cluster.web.page import CODE_BY_PATH as PRELOADED
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import PAGES

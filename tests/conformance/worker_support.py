@@ -19,7 +19,7 @@ from localai_cluster.embedded.nats import nats_binary as nats_binary
 from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import Gallery, decode, encode, encode_galleries
-from localai_cluster.rpc.build import build as build_stubs
+from localai_cluster.rpc.build import build_stubs as build_stubs
 from tests.conftest import BUSY
 from tests.support import forking
 from tests.support.ports import free_port

@@ -29,7 +29,7 @@ ANN = actors.Actor(actors.ActorKind.USER, "ann")
 def process(valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> watching.NodeFeed:
     """Start this test's web process."""
     made = watching.NodeFeed(live.look)
-    monkeypatch.setattr(watching, "_shared", made)
+    monkeypatch.setattr(watching, "_shared_feed", made)
     return made
 
 

@@ -118,15 +118,15 @@ async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[Counted
     clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(hints)
     async with picker(prefixes) as made:
         database_pool._shared = made.pool
-        listener = asyncio.create_task(gateway._listen(hints, prefixes))
+        listener = asyncio.create_task(gateway._listen_for_notifications(hints, prefixes))
         heartbeat = ProcessHeartbeat(made, 15)
-        gateway._running = gateway._GatewayResources(
+        gateway._running_resources = gateway._GatewayResources(
             gateway.Gateway(made, clients, loads, prefixes), heartbeat, clients, loads, listener
         )
         try:
             yield made
         finally:
-            gateway._running = database_pool._shared = None
+            gateway._running_resources = database_pool._shared = None
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
             await loads.close()

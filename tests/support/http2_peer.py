@@ -48,7 +48,7 @@ def message(text: str = "", *, length: int | None = None, compressed: int = 0) -
 
 def block(headers: Mapping[str, str]) -> bytes:
     """Return a header block that depends on no table."""
-    return http2.encode(headers.items())
+    return http2.encode_headers(headers.items())
 
 
 _STREAMS = st.sampled_from([1, 1, 1, 1, 3, 3, 5, 0, 2, 7, 2**31 - 1])

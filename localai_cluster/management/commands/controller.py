@@ -201,14 +201,14 @@ async def run(stop: asyncio.Event) -> None:
     parts = _parts(owner, bus)
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
     for name, executor in parts.executors.items():
-        metrics.RUNNING.labels(name).set_function(executor.running)
-    hooks.on_removed.append(parts.news.removed)
+        metrics.ATTEMPTS_RUNNING.labels(name).set_function(executor.running)
+    hooks.on_removed.append(parts.news.queue_removal)
     loops = _loops(parts, owner, bus)
     log.info("controller %s is ready", owner)
     await _until_stop_or_failure(loops, stop)
     await asyncio.gather(*(executor.stop() for executor in parts.executors.values()))
     await cancellation.end(*loops)
-    hooks.on_removed.remove(parts.news.removed)
+    hooks.on_removed.remove(parts.news.queue_removal)
     with contextlib.suppress(DatabaseError):
         await in_thread(controllers.delete_heartbeat, owner)
     await bus.close()

@@ -115,8 +115,8 @@ class OrderedServer(uvicorn.Server):
         self._cut(WatchingSocket)
         await asyncio.sleep(DRAIN_SECONDS - FAREWELL_SECONDS)
         await gateway.end_waits()
-        endpoint.end_all()
-        streams.end_all()
+        endpoint.cancel_all_answers()
+        streams.stop_all_streams()
         await asyncio.sleep(LAST_ANSWER_SECONDS)
         for request in list(self.server_state.tasks):
             logger.warning("A request did not end within %.0f s and is cut", DRAIN_SECONDS)

@@ -65,7 +65,7 @@ _LIST: Columns = {
     "BUSY": "in_flight_count",
     "LAST SEEN": lambda row: command_line.format_age(row["last_heartbeat"], clock.now()),
     "NOTES": lambda row: ", ".join(_notes(row)),
-    "ID": lambda row: str(row["id"])[: command_line.SHORT_ID],
+    "ID": lambda row: str(row["id"])[: command_line.SHORT_ID_LENGTH],
 }
 
 
@@ -134,7 +134,7 @@ def _claimed_proof(row: Mapping[str, Any]) -> str | None:
 
 
 _CLAIMS: Columns = {
-    "CONFLICT": lambda row: str(row["id"])[: command_line.SHORT_ID],
+    "CONFLICT": lambda row: str(row["id"])[: command_line.SHORT_ID_LENGTH],
     "NODE": "node_name",
     "STATE": "state",
     "WHAT": "kind",
@@ -148,7 +148,7 @@ _CLAIMS: Columns = {
 EVENTS_SHOWN = 10
 TOKENS_SHOWN = 100
 _TOKENS: Columns = {
-    "ID": lambda row: str(row["id"])[: command_line.SHORT_ID],
+    "ID": lambda row: str(row["id"])[: command_line.SHORT_ID_LENGTH],
     "STATE": "state",
     "USES": lambda row: f"{row['uses']} of {row['max_uses']}",
     "EXPIRES": lambda row: command_line.format_time(row["expires_at"]),
@@ -446,5 +446,5 @@ def revoke_join_token(options: Options) -> str:
     return (
         command_line.as_json({"message": message})
         if options["json"]
-        else f"{str(token.pk)[: command_line.SHORT_ID]}: {message}"
+        else f"{str(token.pk)[: command_line.SHORT_ID_LENGTH]}: {message}"
     )

@@ -10,7 +10,13 @@ from uuid import UUID
 from django.core.management.base import CommandError
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import AddVerb, Argument, Options, VerbCommand, only_with_prefix
+from localai_cluster.accounts.command_line import (
+    AddVerb,
+    Argument,
+    Options,
+    VerbCommand,
+    require_row_with_prefix,
+)
 from localai_cluster.kit import clock
 from operations import kinds
 from operations.api import verbs
@@ -176,4 +182,4 @@ def _result_text(options: Options, operation: Operation, message: str) -> str:
 def _operation(text: str) -> Operation:
     """Return the operation with this id or id prefix. Raise CommandError unless exactly one matches."""
     hint = "`manage.py operations list` and `inbox` list their ids"
-    return only_with_prefix(Operation.objects.order_by("-created_at"), text, "operation", hint)
+    return require_row_with_prefix(Operation.objects.order_by("-created_at"), text, "operation", hint)

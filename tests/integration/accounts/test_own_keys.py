@@ -91,12 +91,12 @@ def test_only_a_page_of_this_origin_and_a_chosen_password_may(browser: Browser, 
 
 
 def test_the_number_of_keys_is_limited_and_the_list_costs_one_query(browser: Browser, ann: Any) -> None:
-    for number in range(api_keys.MAX_KEYS):
+    for number in range(api_keys.MAX_KEYS_PER_USER):
         principals.create_api_key(ann, str(number))
     answer = browser.post(OWN, {"name": "one more"})
-    assert (answer.status_code, ApiKey.objects.count()) == (409, api_keys.MAX_KEYS)
+    assert (answer.status_code, ApiKey.objects.count()) == (409, api_keys.MAX_KEYS_PER_USER)
     with CaptureQueriesContext(connection) as queries:
-        assert len(browser.get(OWN).json()["keys"]) == api_keys.MAX_KEYS
+        assert len(browser.get(OWN).json()["keys"]) == api_keys.MAX_KEYS_PER_USER
     assert len([query for query in queries if "api_keys" in query["sql"]]) == 1
     api_keys.revoke_key(ann.pk, ApiKey.objects.latest("pk").pk, now=clock.now())
     assert browser.post(OWN, {"name": "one more"}).status_code == 201
@@ -104,7 +104,7 @@ def test_the_number_of_keys_is_limited_and_the_list_costs_one_query(browser: Bro
 
 @pytest.mark.django_db(transaction=True)
 def test_two_requests_at_once_do_not_pass_the_limit(ann: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_keys, "MAX_KEYS", 1)
+    monkeypatch.setattr(api_keys, "MAX_KEYS_PER_USER", 1)
     refused: list[bool] = []
 
     def create() -> None:

@@ -242,7 +242,7 @@ def test_a_body_that_is_none(ann: Any, body: Any, named: str) -> None:
     """§0.4: 400 flat that names the field; it is no failed sign-in."""
     browser = Browser()
     browser.get("/api/auth/status")
-    for _ in range(throttle.SIGN_IN_LIMIT + 1):
+    for _ in range(throttle.SIGN_IN_FAILURE_LIMIT + 1):
         refused = browser.post("/api/auth/login", body)
         assert (refused.status_code, refused.json()["field"]) == (400, named)
     assert browser.sign_in().status_code == 200
@@ -331,14 +331,14 @@ def test_tries_at_the_same_time_are_counted_before_they_are_looked_at(
     looked: list[int] = []
 
     def check(self: Any, raw: str) -> bool:
-        if len(looked) < 2 * throttle.SIGN_IN_LIMIT:
+        if len(looked) < 2 * throttle.SIGN_IN_FAILURE_LIMIT:
             looked.append(len(looked))
             Browser().sign_in(password="wrong")
         return False
 
     monkeypatch.setattr(get_user_model(), "check_password", check)
     Browser().sign_in(password="wrong")
-    assert len(looked) == throttle.SIGN_IN_LIMIT
+    assert len(looked) == throttle.SIGN_IN_FAILURE_LIMIT
 
 
 def test_right_passwords_are_never_too_many(ann: Any, minute: None) -> None:
@@ -424,7 +424,7 @@ def test_guessing_the_present_password_is_guessing(ann: Any, minute: None) -> No
     """Anyone who finds an open browser gets five tries a minute, too; refused new ones are no guesses."""
     browser = Browser()
     browser.sign_in()
-    for _ in range(throttle.SIGN_IN_LIMIT + 1):
+    for _ in range(throttle.SIGN_IN_FAILURE_LIMIT + 1):
         assert browser.post("/api/auth/password", {"old": PASSWORD, "new": "x"}).status_code == 400
     body = {"old": "wrong", "new": NEXT}
     codes = [browser.post("/api/auth/password", body).status_code for _ in range(6)]

@@ -127,12 +127,12 @@ def test_cells_of_the_strip_and_what_runs() -> None:
 
 def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None:
     now = clock.now()
-    partitions.create_missing((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
+    partitions.create_missing((store.SAMPLES_TABLE, now - timedelta(seconds=ago)) for ago in (0, 60))
     rows = [
         ("model/", now - timedelta(seconds=30), "{60,6,0,1200,4,800}"),
         ("model/", now - timedelta(hours=2), "{9}"),
     ]
-    partitions.create_missing([(store.SAMPLES, rows[1][1])])
+    partitions.create_missing([(store.SAMPLES_TABLE, rows[1][1])])
     with connection.cursor() as cursor:
         cursor.executemany("INSERT INTO figure_samples VALUES (%s, %s, %s)", rows)
     assert overview()["traffic"] == {
@@ -141,12 +141,12 @@ def test_the_traffic_is_of_the_minute_that_all_processes_have_reported() -> None
         "tokens_per_second": 20.0,
         "first_token_seconds": 0.2,
     }
-    store.SAMPLES.drop(before=now + 2 * series.HOUR)
+    store.SAMPLES_TABLE.drop(before=now + 2 * series.HOUR)
 
 
 def test_the_rates_of_models_are_of_the_same_minute_in_a_constant_number_of_queries() -> None:
     now = clock.now()
-    partitions.create_missing((store.SAMPLES, now - timedelta(seconds=ago)) for ago in (0, 60))
+    partitions.create_missing((store.SAMPLES_TABLE, now - timedelta(seconds=ago)) for ago in (0, 60))
     node, client, costs = hot.node(), api.admin(), list[int]()
     hot.replica(node, model="silent")
     with connection.cursor() as cursor:
@@ -171,7 +171,7 @@ def test_the_rates_of_models_are_of_the_same_minute_in_a_constant_number_of_quer
     }
     assert models == [{"name": "busy", **busy}, {"name": "other", **silent}, {"name": "silent", **silent}]
     assert len(set(costs)) == 1
-    store.SAMPLES.drop(before=now + 2 * series.HOUR)
+    store.SAMPLES_TABLE.drop(before=now + 2 * series.HOUR)
 
 
 def test_first_steps_are_done_once_somebody_has_taken_them() -> None:

@@ -126,7 +126,9 @@ def test_a_count_that_was_pushed_out_starts_anew() -> None:
 
 def shared_with(valkey: EmbeddedValkey, **options: Any) -> RedisCache:
     """Another web process's connection."""
-    cache = RedisCache(valkey.url, {"KEY_PREFIX": "throttle-test", "OPTIONS": throttle._options() | options})
+    cache = RedisCache(
+        valkey.url, {"KEY_PREFIX": "throttle-test", "OPTIONS": throttle._client_options() | options}
+    )
     return cache
 
 
@@ -165,7 +167,7 @@ def test_no_one_is_locked_out_while_valkey_is_away(
 
 def test_a_valkey_that_refuses_connections_costs_no_time(own: LocMemCache) -> None:
     """No second try, no waiting: the caller is a worker with ten seconds."""
-    cache = RedisCache("redis://127.0.0.1:1/0", {"OPTIONS": throttle._options()})
+    cache = RedisCache("redis://127.0.0.1:1/0", {"OPTIONS": throttle._client_options()})
     started = clock.monotonic()
     fail(Failures(cache, own), 3)
     assert clock.monotonic() - started < 10

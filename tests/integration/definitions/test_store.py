@@ -325,7 +325,7 @@ def listening() -> Iterator[None]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    asyncio.run_coroutine_threadsafe(gateway._listen(WakeUps()), loop)
+    asyncio.run_coroutine_threadsafe(gateway._listen_for_notifications(WakeUps()), loop)
     yield
 
     async def end() -> None:

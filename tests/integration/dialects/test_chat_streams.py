@@ -113,7 +113,7 @@ def test_a_process_that_stops_ends_its_streams_with_an_error() -> None:
     async def scenario(*_: Any) -> Streamed:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
             await answer.until("Half an")
-            streams.end_all()
+            streams.stop_all_streams()
             await work
             return answer
 
@@ -147,7 +147,7 @@ def test_a_process_that_stops_refuses_streams_that_have_not_begun() -> None:
     async def scenario(*_: Any) -> Streamed:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
             assert await clock.wait_until(lambda: _is(engine.open > 0), timeout=60, every=0.01)
-            streams.end_all()
+            streams.stop_all_streams()
             await work
             return answer
 
@@ -160,7 +160,7 @@ def test_a_process_that_stops_refuses_streams_that_have_not_begun() -> None:
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_client_may_leave_at_any_moment(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many steps of the loop: in the pick, in the call, between two pieces, at the end."""
-    monkeypatch.setattr(endpoint, "WATCH_DELAY", 0.0)
+    monkeypatch.setattr(endpoint, "WATCH_DELAY_SECONDS", 0.0)
 
     async def scenario(*_: Any) -> list[bool]:
         ended = []

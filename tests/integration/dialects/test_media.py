@@ -204,7 +204,7 @@ def test_what_is_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(TRANSCRIBE, b"", kind=kind).status == 400
     many = form({f"field{number}": "x" for number in range(2000)})[0]
     assert one(TRANSCRIBE, many, kind=kind).status == 400
-    small = endpoint.Endpoint("POST", audio.transcribe, 60, form=True)
+    small = endpoint.Endpoint("POST", audio.transcribe, 60, has_form=True)
     monkeypatch.setitem(edge._EXACT, TRANSCRIBE, small)
     answer = one(TRANSCRIBE, body, kind=kind)
     assert answer.status == 413
@@ -386,7 +386,7 @@ def test_a_process_that_stops_answers_what_has_not_begun(stream: bool) -> None:
     async def scenario() -> Streamed:
         async with asked(application, SPEAK, SAY | {"stream": stream}) as (answer, work):
             assert await clock.wait_until(lambda: _is(artist.open > 0), timeout=60, every=0.01)
-            endpoint.end_all()
+            endpoint.cancel_all_answers()
             await work
             return answer
 
@@ -401,7 +401,7 @@ def test_a_process_that_stops_breaks_sound_off_that_has_begun() -> None:
         async with asked(application, SPEAK, SAY | {"stream": True}) as (answer, work):
             while b"one" not in answer.taken:
                 await answer.news()
-            endpoint.end_all()
+            endpoint.cancel_all_answers()
             await work
             return answer
 

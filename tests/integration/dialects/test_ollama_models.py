@@ -229,8 +229,8 @@ def test_the_wait_is_that_of_the_route(settings: Settings, monkeypatch: pytest.M
     """0 is no limit, for either."""
     monkeypatch.setattr("localai_cluster.kit.clock.monotonic", lambda: 100.0)
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, model_load_wait=60.0, ollama_load_wait=0.0)
-    assert gateway.wait_until() == 160.0
-    assert gateway.wait_until(is_patient=True) == float("inf")
+    assert gateway.load_wait_deadline() == 160.0
+    assert gateway.load_wait_deadline(is_patient=True) == float("inf")
 
 
 CREATE = "/api/create"

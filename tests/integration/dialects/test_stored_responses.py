@@ -269,7 +269,7 @@ def test_the_bytes_of_a_key_are_bounded(store: None, settings: Settings) -> None
 
 
 def test_the_number_of_a_keys_responses_is_bounded(store: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_responses, "MAX_RESPONSES", 2)
+    monkeypatch.setattr(stored_responses, "MAX_RESPONSES_PER_KEY", 2)
 
     async def scenario(client: hot.Client, _: Any) -> None:
         for _ in range(4):
@@ -285,7 +285,7 @@ def test_a_conversation_is_bounded(store: None, monkeypatch: pytest.MonkeyPatch)
     async def scenario(client: hot.Client, _: Any) -> None:
         first = await made(client, input="x" * 3000)
         second = await made(client, input="y" * 3000, previous_response_id=first["id"])
-        for name, value in (("MAX_BODY_BYTES", 6000), ("MAX_EARLIER", 1)):
+        for name, value in (("MAX_BODY_BYTES", 6000), ("MAX_CHAIN_LENGTH", 1)):
             with monkeypatch.context() as patched:
                 patched.setattr(stored_responses, name, value)
                 _, error = await refused(client, previous_response_id=second["id"])

@@ -106,7 +106,7 @@ def test_a_wrong_sensor_does_not_fail_the_samples_of_all_nodes() -> None:
 
 def test_processes_add_up_what_they_have_counted() -> None:
     """Also at once, in any order of the models."""
-    partitions.create_missing([(store.SAMPLES, AT)])
+    partitions.create_missing([(store.SAMPLES_TABLE, AT)])
     counts = {
         "a": ModelCounts(3, 1, 10, 20, 2, 500),
         "b": ModelCounts(requests=2**31),
@@ -142,7 +142,7 @@ def test_a_report_of_a_web_process_is_lost_and_not_repeated(caplog: pytest.LogCa
             metrics.inference_ended("m", 500, 0.1)
             metrics.inference_ended("m", metrics.CLIENT_LEFT, 0.1)
             await picker.report_counts()
-            await hot.in_thread(partitions.create_missing, [(store.SAMPLES, clock.now())])
+            await hot.in_thread(partitions.create_missing, [(store.SAMPLES_TABLE, clock.now())])
             metrics.inference_ended("m", 200, 0.1)
             metrics.first_token("m", 0.25)
             metrics.tokens_used("m", 5, 7, 1)
@@ -194,7 +194,7 @@ def test_hours_are_packed_in_pieces_and_read_the_same(past: list[str]) -> None:
 
 def test_a_kill_between_two_pieces_loses_and_repeats_nothing(past: list[str]) -> None:
     now, level = AT + HOUR + store.LATE_SAMPLES_GRACE, store.ROLL_UPS[0]
-    partitions.create_missing([(store.HOURS, AT)])
+    partitions.create_missing([(store.HOURS_TABLE, AT)])
     level.pack_next(AT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(series, "pack", raising(KeyboardInterrupt))
@@ -265,7 +265,7 @@ def test_a_backup_keeps_a_partition_and_the_next_run_drops_it(past: list[str]) -
 
     def drop() -> int:
         try:
-            return store.SAMPLES.drop(before=later)
+            return store.SAMPLES_TABLE.drop(before=later)
         finally:
             connections.close_all()
 
@@ -286,7 +286,7 @@ def test_two_processes_create_a_partition_once() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(create, range(4)))
-    assert store.SAMPLES.starts() == [AT]
+    assert store.SAMPLES_TABLE.starts() == [AT]
 
 
 def test_the_number_of_statements_does_not_grow_with_the_fleet() -> None:

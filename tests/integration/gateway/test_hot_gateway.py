@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 
-from localai_cluster.accounts.principals import AGENT_PREFIX, KEY_PREFIX, hash_secret
+from localai_cluster.accounts.principals import AGENT_KEY_PREFIX, KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.metrics import kinds, registries
@@ -219,7 +219,7 @@ def test_an_agent_node_calls_models_with_its_own_key() -> None:
     """§7: inference is open to agent nodes, by the key that their registration gave them."""
 
     async def scenario(_: hot.Client, __: Any) -> hot.Reply:
-        key = AGENT_PREFIX + "c" * 64
+        key = AGENT_KEY_PREFIX + "c" * 64
         await hot.in_thread(lambda: hot.api_key(hash_secret(key), user="agent-one"))
         return await reply(hot.Client(application, key=key).post(PATH, {"model": "echo", "input": "a"}))
 

@@ -327,13 +327,13 @@ def test_a_caller_who_leaves_in_the_very_turn_of_the_answer_is_counted_out() -> 
     async def scenario() -> int:
         async with hot.picker() as picker:
             asking = asyncio.create_task(acquire(picker))
-            answer = picker._answer
+            answer = picker._complete_pick
 
             def answer_and_leave(*values: Any) -> None:
                 answer(*values)
                 asking.cancel()
 
-            vars(picker)["_answer"] = answer_and_leave
+            vars(picker)["_complete_pick"] = answer_and_leave
             with pytest.raises(asyncio.CancelledError):
                 await asking
             held = picker.in_flight()

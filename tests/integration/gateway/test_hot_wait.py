@@ -409,7 +409,7 @@ def test_loads_that_end_without_a_replica_are_not_repeated_for_ever() -> None:
 
     async def scenario(client: hot.Client) -> hot.Reply:
         asked = asyncio.create_task(ask_many(client, 1))
-        for _ in range(gateway.MAX_LOADS):
+        for _ in range(gateway.MAX_LOADS_PER_REQUEST):
             operation = await claimed()
             await hot.in_thread(lambda done=operation: end(done, Event.COMPLETE))
         return (await asked)[0]
@@ -437,7 +437,7 @@ def test_a_load_that_ends_while_its_request_picks_is_counted(monkeypatch: pytest
     monkeypatch.setattr(gateway.Gateway, "_pick", picks_late)
     (answered,) = run(lambda client: ask_many(client, 1))
     assert "no replica of it is available" in answered.body["error"]["message"]
-    assert Operation.objects.count() == gateway.MAX_LOADS
+    assert Operation.objects.count() == gateway.MAX_LOADS_PER_REQUEST
 
 
 @pytest.mark.rule("C34")
@@ -461,7 +461,7 @@ def test_a_load_given_up_as_unwanted_is_asked_for_again() -> None:
 def test_zero_means_no_limit(cluster: Callable[..., None]) -> None:
     """C32: a budget of 0 waits without a limit and keeps the operation wanted a minute ahead."""
     cluster(model_load_wait=0.0)
-    assert math.isinf(gateway.wait_until())
+    assert math.isinf(gateway.load_wait_deadline())
 
     async def scenario(client: hot.Client) -> list[hot.Reply]:
         asked = asyncio.create_task(ask_many(client, 1))

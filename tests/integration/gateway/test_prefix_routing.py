@@ -164,7 +164,7 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
         land(one.prefixes, b"law " * 200)
         assert await until(lambda: two.prefixes.entries() == one.prefixes.entries() > 0)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0)
-        two._outbox.removed(RemovedReplica("m", NODE, ALL_REPLICAS))
+        two._outbox.queue_removal(RemovedReplica("m", NODE, ALL_REPLICAS))
         assert await until(lambda: advised(one.prefixes, b"law " * 200) is None)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0), "it hears of its own removals by NOTIFY"
 
@@ -219,7 +219,7 @@ def report(prefixes: PrefixRouter, process: UUID) -> None:
         opened = Pool(hot.database_url())
         await opened.open()
         try:
-            await prefixes.report(opened, process)
+            await prefixes.report_pressure(opened, process)
         finally:
             await opened.close()
 
@@ -304,7 +304,7 @@ def test_reports_that_nobody_renews_are_deleted_by_the_next_one() -> None:
 
     async def cut() -> None:
         with pytest.raises(Unavailable):
-            await prefixes.report(_Cut(), uuid4())  # type: ignore[arg-type]
+            await prefixes.report_pressure(_Cut(), uuid4())  # type: ignore[arg-type]
 
     asyncio.run(cut())
     report(prefixes, uuid4())

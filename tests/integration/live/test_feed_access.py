@@ -64,7 +64,7 @@ async def test_a_session_that_ends_closes_its_sockets(
     tab: Open, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Asked again while the socket is open; 4401 sends the page to sign in."""
-    monkeypatch.setattr(sockets, "CHECK_EVERY", 0.05)
+    monkeypatch.setattr(sockets, "CHECK_SECONDS", 0.05)
     user, headers = await signed_in()
     page = await (await tab(headers=headers)).greeted()
     if how == "signed out":
@@ -91,8 +91,8 @@ async def told(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
         plain(access_name)
 
     monkeypatch.setattr(sockets, "recheck_sockets", look_again)
-    monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
-    listening = asyncio.create_task(gateway._listen(WakeUps()))
+    monkeypatch.setattr(sockets, "CHECK_SECONDS", 3600)
+    listening = asyncio.create_task(gateway._listen_for_notifications(WakeUps()))
     await asyncio.wait_for(heard.wait(), 60)
     yield
     await cancellation.end(listening)
@@ -102,7 +102,7 @@ async def test_an_access_that_ends_while_the_socket_opens_closes_it_at_once(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it is among the open sockets no hint can reach it, and no timer does."""
-    monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
+    monkeypatch.setattr(sockets, "CHECK_SECONDS", 3600)
     _, headers = await signed_in()
     key = headers[-1][1].decode().removeprefix("sessionid=")
     plain = sockets.LiveSocket.connect
@@ -133,7 +133,7 @@ async def test_the_end_of_an_access_closes_its_sockets_at_once(tab: Open, told: 
     user, headers = await signed_in()
     page = await (await tab(headers=headers)).greeted()
     await (await tab(headers=live.ADMIN)).greeted()
-    scopes: list[Any] = [one.scope for one in sockets._open]
+    scopes: list[Any] = [one.scope for one in sockets._open_sockets]
     (other,) = [scope for scope in scopes if scope["principal"] == principals.STATIC_ADMIN]
     other["current_principal"] = AsyncMock()
     key = headers[-1][1].decode().removeprefix("sessionid=")
@@ -173,11 +173,11 @@ async def test_what_was_missed_while_no_one_listened_is_looked_at(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection that hears the database may be cut: after each new one all sockets find out again."""
-    monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
+    monkeypatch.setattr(sockets, "CHECK_SECONDS", 3600)
     user, headers = await signed_in()
     page = await (await tab(headers=headers)).greeted()
     await sync_to_async(get_user_model().objects.filter(pk=user.pk).update)(is_active=False)
-    heard = asyncio.create_task(gateway._listen(WakeUps()))
+    heard = asyncio.create_task(gateway._listen_for_notifications(WakeUps()))
     assert await page.closed() == 4401
     await cancellation.end(heard)
 
@@ -186,7 +186,7 @@ async def test_a_revoked_key_and_a_lost_role_close_the_socket(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program's key is looked at again too; who is no admin any more gets 4403."""
-    monkeypatch.setattr(sockets, "CHECK_EVERY", 0.05)
+    monkeypatch.setattr(sockets, "CHECK_SECONDS", 0.05)
     user, headers = await signed_in()
     key, plain = await sync_to_async(principals.create_api_key)(user, "k")
     program = await (await tab(headers=[(b"x-api-key", plain.encode())])).greeted()

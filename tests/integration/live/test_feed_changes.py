@@ -68,7 +68,7 @@ async def test_hello_comes_first_and_then_everything(tab: Open) -> None:
 
 async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a page can tell a quiet cluster from a dead socket."""
-    monkeypatch.setattr(watch, "ALIVE_EVERY", 0.05)
+    monkeypatch.setattr(watch, "ALIVE_SECONDS", 0.05)
     page = await tab()
     await page.until(lambda: len(page.told("alive")) > 2)
     assert page.told("alive")[0]["at"] < page.told("alive")[1]["at"]
@@ -76,7 +76,7 @@ async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pyte
 
 async def test_two_tabs_see_a_change_at_once(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NOTIFY wakes the look, long before the next one; the patch carries only the keys that changed."""
-    monkeypatch.setattr(watching, "POLL_EVERY", 120.0)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 120.0)
     node = await make_node()
     pages = [await (await tab()).greeted() for _ in range(2)]
     began = clock.monotonic()
@@ -180,7 +180,7 @@ async def test_a_tab_hears_that_lists_have_changed_and_how_the_check_stands(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, by a NOTIFY; the revision says when to read the lists again."""
-    monkeypatch.setattr(watching, "POLL_EVERY", 120.0)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 120.0)
     page = await (await tab()).greeted()
     await page.until(lambda: page.told("backends"))
     first = page.told("backends")[-1]
@@ -204,7 +204,7 @@ async def test_a_tab_hears_that_rules_or_what_a_pass_made_of_them_have_changed(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once for a rule that was set or deleted; with the next look for what a pass writes."""
-    monkeypatch.setattr(watching, "POLL_EVERY", 120.0)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 120.0)
     page = await (await tab()).greeted()
     await page.until(lambda: page.told("rules"))
     set_rule, record = sync_to_async(store.set_rule), sync_to_async(passes.write_results)

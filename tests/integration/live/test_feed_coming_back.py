@@ -62,7 +62,7 @@ async def test_two_processes_know_nothing_of_each_other(monkeypatch: pytest.Monk
     """The cursor of one means nothing to the other; both show the same."""
     await make_node()
     first = await (await tab()).greeted()
-    monkeypatch.setattr(watching, "_shared", watching.NodeFeed(live.look))
+    monkeypatch.setattr(watching, "_shared_feed", watching.NodeFeed(live.look))
     second = await (await tab(first.place)).greeted()
     assert second.told("nodes.snapshot")
     assert second.nodes == first.nodes

@@ -21,7 +21,7 @@ async def test_an_outage_is_told_and_what_was_seen_stays(
     tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A notice says as of when; looking goes on, one line is logged, and it ends by itself."""
-    monkeypatch.setattr(watching, "POLL_EVERY", 0.05)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.05)
     node = await make_node()
     page = await (await tab()).greeted()
     away = True
@@ -52,7 +52,7 @@ async def test_a_full_disk_is_named_while_the_database_is_away(
     """Review X4: with its mount and folder, before the notice about the database that it explains."""
     full = disk.DiskUsage("/var/lib/cluster", "/var", 0, 2**30)
     monkeypatch.setattr(disk, "current", lambda: full)
-    monkeypatch.setattr(watching, "POLL_EVERY", 0.05)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.05)
 
     def broken() -> watching.Snapshot:
         raise OperationalError("No space left on device")
@@ -69,8 +69,8 @@ async def test_a_look_that_failed_is_not_rested_from(
     tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that waited half a minute for the database would keep the pages old for two."""
-    monkeypatch.setattr(watching, "POLL_EVERY", 0.05)
-    monkeypatch.setattr(watching, "PAUSE_FACTOR", 1e6)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(watching, "MIN_PAUSE_FACTOR", 1e6)
     calls = itertools.count()
 
     def broken() -> watching.Snapshot:
@@ -89,7 +89,7 @@ async def test_a_defect_in_the_look_does_not_end_it(
     tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who watches is told, the log has the traceback, and the next look may work."""
-    monkeypatch.setattr(watching, "POLL_EVERY", 0.05)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.05)
     calls = itertools.count()
 
     def broken() -> watching.Snapshot:

@@ -295,8 +295,8 @@ def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: p
 
 def test_changes_are_kept_for_a_while_and_in_bounds(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """By age, by number, and by what they hold together; who stands before that starts again."""
-    monkeypatch.setattr(watch, "HISTORY_CHANGES", 3)
-    monkeypatch.setattr(watch, "HISTORY_PATCHES", 5)
+    monkeypatch.setattr(watch, "MAX_HISTORY_CHANGES", 3)
+    monkeypatch.setattr(watch, "MAX_HISTORY_PATCHES", 5)
     for turn in range(6):
         take(plain, raws(a=turn), turn)
     assert [plain.has_changes_after(number) for number in (-1, 2, 3, 6, 7)] == [

@@ -148,7 +148,7 @@ async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: p
     """The NOTIFY of a revoked secret reaches the memory of a process that listens, before its age does."""
     monkeypatch.setattr(heartbeats, "IDENTITY_MAX_AGE", 600.0)
     node, memory = await made(), heartbeats.identity_cache()
-    listening = asyncio.create_task(gateway._listen(WakeUps()))
+    listening = asyncio.create_task(gateway._listen_for_notifications(WakeUps()))
     try:
 
         async def remembered() -> bool:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from localai_cluster.rpc.build import build
+from localai_cluster.rpc.build import build_stubs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -12,17 +12,17 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_a_second_build_does_nothing(tmp_path: Path) -> None:
     """Only a changed contract or compiler is a reason to generate."""
     target = tmp_path / "stubs"
-    assert build(target)
+    assert build_stubs(target)
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
-    assert not build(target)
+    assert not build_stubs(target)
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
 
 
 def test_a_lost_file_comes_back(tmp_path: Path) -> None:
     """The stamp alone proves nothing."""
-    assert build(tmp_path)
+    assert build_stubs(tmp_path)
     (tmp_path / "backend_pb2_grpc.py").unlink()
-    assert build(tmp_path)
+    assert build_stubs(tmp_path)
     assert (tmp_path / "backend_pb2_grpc.py").exists()
 
 

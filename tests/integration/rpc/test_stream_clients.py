@@ -13,7 +13,7 @@ from localai_cluster.kit.clock import wait_until
 from localai_cluster.rpc import errors
 from localai_cluster.rpc.client import GRPC, HTTP2, BackendClient
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
-from localai_cluster.rpc.stream_client import MESSAGE_LIMIT
+from localai_cluster.rpc.stream_client import MAX_MESSAGE_BYTES
 from tests.benchmarks.engine import Engine, build, running
 from tests.support.ports import free_port
 
@@ -126,7 +126,7 @@ async def test_every_status_is_the_same_error(caller: Caller, tokens: int) -> No
                 await anext(replies)
             with pytest.raises(errors.BackendError) as caught:
                 await anext(replies)
-        assert type(caught.value) is type(errors.translate(status, text)), status
+        assert type(caught.value) is type(errors.translate_status(status, text)), status
         assert caught.value.message == text
     assert await caller.read("0 1")
 
@@ -142,7 +142,7 @@ async def test_a_response_of_one_message(caller: Caller) -> None:
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.UNIMPLEMENTED,
     ):
-        with pytest.raises(type(errors.translate(status, "größer"))) as caught:
+        with pytest.raises(type(errors.translate_status(status, "größer"))) as caught:
             await caller.whole(f"0 3 5 {status.value[0]} größer")
         assert caught.value.message == "größer"
     vectors = await asyncio.gather(
@@ -169,14 +169,14 @@ async def test_the_engine_gets_the_token(engine: Engine, stream_client: str) -> 
 
 
 async def test_messages_may_be_large_but_not_larger_than_the_limit(caller: Caller) -> None:
-    for size in (0, 1, 65_536, 3_000_000, MESSAGE_LIMIT - 100):
+    for size in (0, 1, 65_536, 3_000_000, MAX_MESSAGE_BYTES - 100):
         assert [len(reply.message) for reply in await caller.read(f"0 2 {size}")] == [size, size]
     with pytest.raises(errors.BackendFailed, match="Received message larger than max"):
-        await caller.read(f"0 1 {MESSAGE_LIMIT}")
+        await caller.read(f"0 1 {MAX_MESSAGE_BYTES}")
     (reply,) = await caller.read("0 1", prompt="p" * 5_000_000)
     assert reply.prompt_tokens == 5_000_000
     with pytest.raises(errors.BackendFailed, match="Sent message larger than max"):
-        await caller.read("0 1", prompt="p" * MESSAGE_LIMIT)
+        await caller.read("0 1", prompt="p" * MAX_MESSAGE_BYTES)
     assert await caller.read("0 1")
 
 

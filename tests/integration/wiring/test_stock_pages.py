@@ -209,7 +209,7 @@ def test_five_wrong_tokens_a_minute(
     now = clock.now().replace(second=5)
     monkeypatch.setattr(clock, "now", lambda: now)
     page = StockPage()
-    for _ in range(throttle.SIGN_IN_LIMIT):
+    for _ in range(throttle.SIGN_IN_FAILURE_LIMIT):
         assert page.post("/api/auth/token-login", {"token": "wrong"}).status_code == 401
     assert page.post("/api/auth/token-login", {"token": API_KEY}).status_code == 429
     assert page.post("/api/auth/login", {"email": "ann", "password": PASSWORD}).status_code == 429

@@ -38,7 +38,7 @@ from nodes.gateway.generation import (
     merge_deltas,
     total_usage,
 )
-from nodes.gateway.schemas import MAX_GRAMMAR
+from nodes.gateway.schemas import MAX_GRAMMAR_LENGTH
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
@@ -261,7 +261,7 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
 @pytest.mark.parametrize("sign", ["[", '"', '\\"', "#", "\\", "()"])
 def test_a_grammar_of_one_sign_is_looked_at_once(sign: str) -> None:
     """As large as one may be: a look that began again at each sign would run into the test's time limit."""
-    openai.parse_chat(CHAT | {"grammar": sign * (MAX_GRAMMAR // len(sign))})
+    openai.parse_chat(CHAT | {"grammar": sign * (MAX_GRAMMAR_LENGTH // len(sign))})
 
 
 @pytest.mark.parametrize("where", ["request", "definition"])

@@ -8,10 +8,10 @@ from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import parse_file
 from nodes.dialects.modelfile import (
     NotSupported,
-    parameters_of,
     parse_modelfile,
     render_modelfile,
-    settings_of,
+    render_parameters,
+    to_settings,
 )
 
 TEXT = '''# a pirate
@@ -32,7 +32,7 @@ LICENSE mit
 def test_the_lines_become_settings() -> None:
     modelfile = parse_modelfile(TEXT)
     assert modelfile.base == "m:latest"
-    assert settings_of(modelfile) == {
+    assert to_settings(modelfile) == {
         "parameters": {"temperature": 0.5},
         "context_size": 8192,
         "stopwords": ["<|end|>", "STOP"],
@@ -43,7 +43,7 @@ def test_the_lines_become_settings() -> None:
 
 def test_a_template_in_jinja_is_used() -> None:
     modelfile = parse_modelfile('FROM m\nTEMPLATE """{% for m in messages %}{{ m.content }}{% endfor %}"""')
-    assert settings_of(modelfile)["template"]["jinja_template"] is True
+    assert to_settings(modelfile)["template"]["jinja_template"] is True
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_parameter_without_a_value_is_refused(name: str) -> None:
     modelfile = parse_modelfile("FROM m")
     modelfile.parameters[name] = []
     with pytest.raises(InvalidInput, match=f"{name} is not a number"):
-        settings_of(modelfile)
+        to_settings(modelfile)
 
 
 @pytest.mark.parametrize("value", ["x", True, None, [], "1e999"])
@@ -75,7 +75,7 @@ def test_a_parameter_that_is_no_number_is_refused(value: Any) -> None:
     modelfile = parse_modelfile("FROM m")
     modelfile.parameters["num_ctx"] = [value]
     with pytest.raises(InvalidInput, match="num_ctx is not a number"):
-        settings_of(modelfile)
+        to_settings(modelfile)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-Infinity", float("nan"), "1e999"])
@@ -84,7 +84,7 @@ def test_a_parameter_that_no_engine_could_use_is_refused(value: Any) -> None:
     modelfile = parse_modelfile("FROM m")
     modelfile.parameters["temperature"] = [value]
     with pytest.raises(InvalidInput, match="temperature is not a number"):
-        settings_of(modelfile)
+        to_settings(modelfile)
 
 
 @pytest.mark.parametrize("value", [None, {"a": 1}, ["x"], True])
@@ -92,7 +92,7 @@ def test_a_stop_word_that_is_no_text_is_refused(value: Any) -> None:
     modelfile = parse_modelfile("FROM m")
     modelfile.parameters["stop"] = ["x", value]
     with pytest.raises(InvalidInput, match="stop is not a list of texts"):
-        settings_of(modelfile)
+        to_settings(modelfile)
 
 
 def test_an_adapter_is_not_supported() -> None:
@@ -106,7 +106,7 @@ def test_a_definition_is_shown_as_it_could_be_created() -> None:
         "context_size: 8192\nstopwords: [x]\nsystem_prompt: be brief\n"
     )
     definition = parse_file(text.encode(), "m.yaml")
-    assert [line.split(None, 1) for line in parameters_of(definition).splitlines()] == [
+    assert [line.split(None, 1) for line in render_parameters(definition).splitlines()] == [
         ["num_ctx", "8192"],
         ["temperature", "0.5"],
         ["num_predict", "7"],
@@ -114,7 +114,7 @@ def test_a_definition_is_shown_as_it_could_be_created() -> None:
     ]
     modelfile = parse_modelfile(render_modelfile(definition))
     assert modelfile.base == "m.gguf"
-    assert settings_of(modelfile) == {
+    assert to_settings(modelfile) == {
         "context_size": 8192,
         "parameters": {"temperature": 0.5, "max_tokens": 7},
         "stopwords": ["x"],

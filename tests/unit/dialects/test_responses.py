@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.web.openapi import response_schema_of
-from nodes.dialects.responses import DIALECT, LOGPROBS, UNSUPPORTED_FIELDS, ResponseObject, parse_request
+from nodes.dialects.responses import (
+    DIALECT,
+    LOGPROBS_INCLUDE,
+    UNSUPPORTED_FIELDS,
+    ResponseObject,
+    parse_request,
+)
 from nodes.dialects.responses_input import NO_STORED_ITEMS, Item, StoredItems
 from nodes.gateway.generation import Conversation, Head, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
@@ -346,7 +352,13 @@ def test_which_tool_is_called(choice: Any, word: str) -> None:
 
 
 def test_how_tokens_are_chosen_reaches_the_engine_and_comes_back() -> None:
-    more = {"max_output_tokens": 5, "temperature": 1, "top_p": 0.5, "top_logprobs": 2, "include": [LOGPROBS]}
+    more = {
+        "max_output_tokens": 5,
+        "temperature": 1,
+        "top_p": 0.5,
+        "top_logprobs": 2,
+        "include": [LOGPROBS_INCLUDE],
+    }
     ignored = {"reasoning": {"effort": "low"}, "service_tier": "auto", "stream_options": {}, "user": "u"}
     asked = parse_request(
         ASK | more | form({"type": "object"}) | ignored | {"metadata": {"a": "b"}, "tools": [TOOL]}

@@ -26,7 +26,7 @@ from localai_cluster.rpc.errors import (
 )
 from localai_cluster.web import wire
 from nodes.gateway import gateway
-from nodes.gateway.gateway import MAX_REPLICAS, Attempts, Gateway
+from nodes.gateway.gateway import MAX_REPLICA_ATTEMPTS, Attempts, Gateway
 from nodes.gateway.picks import Picker
 from nodes.gateway.prefix_routing import PrefixRouter
 from nodes.gateway.request import InferenceRequest, Replica
@@ -121,7 +121,7 @@ def test_only_an_administrator_gets_the_address_of_an_engine(
 ) -> None:
     """Clients learn neither the names of nodes nor their addresses."""
     text = "failed to connect to all addresses; last error: ipv4:10.0.0.5:50051"
-    played = Played([kind(text) for _ in range(MAX_REPLICAS)])
+    played = Played([kind(text) for _ in range(MAX_REPLICA_ATTEMPTS)])
     played.request.principal = Principal(caller)
     with pytest.raises(kind) as answer:
         played.run()
@@ -132,12 +132,12 @@ def test_only_an_administrator_gets_the_address_of_an_engine(
 @pytest.mark.parametrize("kind", [Busy, ModelNotLoaded, IdentityMismatch])
 def test_a_request_tries_so_many_replicas_and_no_more(kind: type[BackendError]) -> None:
     """Then the last one's error is the answer, as it is."""
-    said = [kind(f"no {number}") for number in range(MAX_REPLICAS + 1)]
+    said = [kind(f"no {number}") for number in range(MAX_REPLICA_ATTEMPTS + 1)]
     played = Played(said)
     with pytest.raises(kind) as answer:
         played.run()
-    assert played.replicas.acquired == MAX_REPLICAS
-    assert answer.value is said[MAX_REPLICAS - 1]
+    assert played.replicas.acquired == MAX_REPLICA_ATTEMPTS
+    assert answer.value is said[MAX_REPLICA_ATTEMPTS - 1]
 
 
 def test_the_time_limit_is_one_budget_over_all_attempts(settings: Settings) -> None:
@@ -165,7 +165,7 @@ async def test_a_notification_that_is_not_understood_is_passed_over(
     monkeypatch.setattr(gateway, "listen", told)
     hints = WakeUps()
     with hints.watch(operation) as watch:
-        await gateway._listen(hints, PrefixRouter(300.0, lambda news: None))
+        await gateway._listen_for_notifications(hints, PrefixRouter(300.0, lambda news: None))
         assert await watch.changed(timeout=0)
     assert ["'no node'" in caplog.text, "'no replica'" in caplog.text] == [True, True]
 

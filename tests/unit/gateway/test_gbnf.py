@@ -198,7 +198,7 @@ _ENTRIES = [{"required": [f"{part} {name}" for name in range(100)]} for part in 
     ],
 )
 def test_a_schema_that_becomes_huge_is_refused(schema: dict[str, Any]) -> None:
-    schemas.check([(schema, "response_format")])
+    schemas.check_schemas([(schema, "response_format")])
     with pytest.raises(InvalidInput, match="too many choices"):
         gbnf.from_schema(schema)
 
@@ -206,7 +206,7 @@ def test_a_schema_that_becomes_huge_is_refused(schema: dict[str, Any]) -> None:
 def test_bounded_lengths_of_many_texts_do_not_add_up() -> None:
     properties = {str(one): {"type": "string", "maxLength": 1000} for one in range(100)}
     made = gbnf.from_schema({"type": "object", "properties": properties})
-    assert made.count("{0,1000}") == gbnf.MAX_CHARACTERS // 1000
+    assert made.count("{0,1000}") == gbnf.MAX_TOTAL_TEXT_LENGTH // 1000
 
 
 def chained(links: int, depth: int) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def chained(links: int, depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("links", "depth"), [(126, 0), (10, 3), (2, 15)], ids=str)
 def test_a_deep_schema_is_a_grammar(links: int, depth: int) -> None:
     schema = chained(links, depth)
-    schemas.check([(schema, "format")])
+    schemas.check_schemas([(schema, "format")])
     assert Hearer(gbnf.build_rules(schema), "null").whole()
     assert gbnf.from_schema(schema)
 
@@ -231,5 +231,5 @@ def test_a_deep_schema_is_a_grammar(links: int, depth: int) -> None:
 @pytest.mark.parametrize(("links", "depth"), [(128, 0), (1000, 0), (40, 10)], ids=str)
 def test_a_schema_that_references_make_deep_is_refused(links: int, depth: int) -> None:
     with pytest.raises(InvalidInput, match="inside each other") as refused:
-        schemas.check([(chained(links, depth), "format")])
+        schemas.check_schemas([(chained(links, depth), "format")])
     assert refused.value.field == "format"

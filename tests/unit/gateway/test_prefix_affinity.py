@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodes.gateway.prefix_table import HALF_LIFE, MAX_OWNERS, Chain, Match, PrefixTables, Slot, prompt_chain
+from nodes.gateway.prefix_table import (
+    HALF_LIFE_SECONDS,
+    MAX_OWNERS_PER_MODEL,
+    Chain,
+    Match,
+    PrefixTables,
+    Slot,
+    prompt_chain,
+)
 from tests.support.effort import EFFORT
 
 NODES = [UUID(int=number) for number in range(1, 4)]
@@ -62,7 +70,7 @@ class Tree:
         found: dict[Slot, float] = {}
         for one in self.nodes(model):
             if one.value is not None and now - one.seen <= TTL:
-                found[one.value] = found.get(one.value, 0.0) + 0.5 ** ((now - one.seen) / HALF_LIFE)
+                found[one.value] = found.get(one.value, 0.0) + 0.5 ** ((now - one.seen) / HALF_LIFE_SECONDS)
         return found
 
     def nodes(self, model: str) -> Iterable[Node]:
@@ -191,9 +199,9 @@ def test_weights() -> None:
     for one in (ours, plain):
         assert one.weights("m", 0) == []
         one.observe("m", path("m", "aaaa"), A, 0)
-        one.observe("m", path("m", "bb"), B, HALF_LIFE)
-    assert dict(ours.weights("m", HALF_LIFE)) == {A: 2.0, B: 2.0}
-    assert dict(plain.weights("m", HALF_LIFE)) == {A: 4.0, B: 2.0}
+        one.observe("m", path("m", "bb"), B, HALF_LIFE_SECONDS)
+    assert dict(ours.weights("m", HALF_LIFE_SECONDS)) == {A: 2.0, B: 2.0}
+    assert dict(plain.weights("m", HALF_LIFE_SECONDS)) == {A: 4.0, B: 2.0}
     assert dict(plain.weights("m", TTL + 1)) == {B: 2.0}
     assert A1 not in dict(plain.weights("m", TTL + 1))
 
@@ -210,11 +218,11 @@ def test_it_is_bounded() -> None:
     assert ours.match("small", path("small", "abc"), 20) == Match(B, 3)
     assert ours.match("large", path("large", "199xyz"), 20) == Match(A, 6)
     assert ours.match("large", path("large", "100xyz"), 20) == Match(A, 1), "later ones share that"
-    many = PrefixTables(TTL, most=3 * MAX_OWNERS)
-    for number in range(MAX_OWNERS + 5):
+    many = PrefixTables(TTL, most=3 * MAX_OWNERS_PER_MODEL)
+    for number in range(MAX_OWNERS_PER_MODEL + 5):
         many.observe("m", (number,), (UUID(int=number), 0), 0)
-    assert len(many.weights("m", 0)) == MAX_OWNERS
-    assert many.match("m", (MAX_OWNERS + 1,), 0) is None
+    assert len(many.weights("m", 0)) == MAX_OWNERS_PER_MODEL
+    assert many.match("m", (MAX_OWNERS_PER_MODEL + 1,), 0) is None
 
 
 def test_chains_that_no_prompt_has_stay_within_the_limit() -> None:

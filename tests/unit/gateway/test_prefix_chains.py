@@ -6,13 +6,19 @@ from hypothesis import strategies as st
 from xxhash import xxh64_intdigest
 
 from nodes.gateway.generation import Conversation, ConversationMessage
-from nodes.gateway.prefix_table import DEPTH, MAX_PROMPT_BYTES, WINDOW, prompt_bytes, prompt_chain
+from nodes.gateway.prefix_table import (
+    BLOCK_BYTES,
+    MAX_CHAIN_BLOCKS,
+    MAX_PROMPT_BYTES,
+    prompt_bytes,
+    prompt_chain,
+)
 
 
 @pytest.mark.rule("R3.4", "nats-7.4", "C40")
 def test_golden_values() -> None:
     """R3.4, nats-7.4: bit for bit what the reference sends."""
-    assert (WINDOW, DEPTH, MAX_PROMPT_BYTES) == (256, 64, 16384)
+    assert (BLOCK_BYTES, MAX_CHAIN_BLOCKS, MAX_PROMPT_BYTES) == (256, 64, 16384)
     assert xxh64_intdigest(b"modelX") == 0xC0843F059B09D048
     assert prompt_chain("modelX", b"hello world") == (0x7D32CF95C6495399,)
     assert prompt_chain("m1", b"abc") == (0xBA3E693999A4C072,)

@@ -15,7 +15,13 @@ from localai_cluster.messaging.bus import Message, NotConnected
 from nodes.gateway import prefix_updates
 from nodes.gateway.prefix_routing import PrefixRouter
 from nodes.gateway.prefix_table import prompt_chain
-from nodes.gateway.prefix_updates import Outbox, PrefixInvalidated, PrefixObserved, decode, subscribe
+from nodes.gateway.prefix_updates import (
+    Outbox,
+    PrefixInvalidated,
+    PrefixObserved,
+    decode_update,
+    subscribe_to_updates,
+)
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
@@ -29,7 +35,9 @@ CHAIN = prompt_chain("m", b"x" * 600)
 
 
 def told(kind: str, body: Any) -> Any:
-    return decode(f"prefixcache.{kind}", body if isinstance(body, bytes) else json.dumps(body).encode())
+    return decode_update(
+        f"prefixcache.{kind}", body if isinstance(body, bytes) else json.dumps(body).encode()
+    )
 
 
 @pytest.mark.rule("R3.20", "nats-7.4")
@@ -48,7 +56,7 @@ def test_what_is_on_the_wire() -> None:
         telling = Outbox(bus)
         sending = asyncio.create_task(telling.run())
         telling.queue(observed)
-        telling.removed(RemovedReplica("m", NODE, hooks.ALL_REPLICAS))
+        telling.queue_removal(RemovedReplica("m", NODE, hooks.ALL_REPLICAS))
         assert await clock.wait_until(lambda: _is(len(bus.published) == 2), timeout=10, every=0.001)
         sending.cancel()
         return bus.published
@@ -182,12 +190,12 @@ def test_a_removal_is_told_whether_or_not_it_was_known() -> None:
     for removed in (RemovedReplica("a b/c", NODE, 3), RemovedReplica("m", NODE, -1)):
         assert hooks.decode(hooks.encode(removed)) == removed
     ours = PrefixRouter(300, lambda news: None)
-    ours.removed(RemovedReplica("m", NODE, -1))
+    ours.forget_replica(RemovedReplica("m", NODE, -1))
     assert not ours._affinity._tables
     landed(ours, (NODE, 1))
-    ours.removed(RemovedReplica("m", NODE, 0))
+    ours.forget_replica(RemovedReplica("m", NODE, 0))
     assert asked(ours).preferred == (NODE, 1)
-    ours.removed(RemovedReplica("m", NODE, 1))
+    ours.forget_replica(RemovedReplica("m", NODE, 1))
     assert asked(ours).preferred is None
 
 
@@ -204,9 +212,9 @@ def test_a_lost_bus_costs_only_the_news() -> None:
         bus = Lost()
         bus.connected, telling = False, Outbox(bus)
         sending = asyncio.create_task(telling.run())
-        for index in range(prefix_updates.MAX_WAITING + 5):
+        for index in range(prefix_updates.MAX_QUEUED_UPDATES + 5):
             telling.queue(PrefixInvalidated("m", NODE, index))
-        assert len(telling._waiting) == prefix_updates.MAX_WAITING
+        assert len(telling._waiting) == prefix_updates.MAX_QUEUED_UPDATES
         assert await clock.wait_until(lambda: _is(not telling._waiting), timeout=10, every=0.001)
         bus.connected = True
         telling.queue(PrefixInvalidated("m", NODE, 1))
@@ -222,7 +230,7 @@ def test_what_is_heard_is_taken_in_order() -> None:
 
     async def scenario() -> list[Any]:
         bus, heard = PlayedBus(), []  # type: ignore[var-annotated]
-        await subscribe(bus, heard.append)
+        await subscribe_to_updates(bus, heard.append)
         handler = bus.handlers[messages.PREFIX_NEWS]
         for kind, body in (("observe", OBSERVED), ("invalidate", INVALIDATED), ("observe", [])):
             await handler(Message(f"prefixcache.{kind}", json.dumps(body).encode(), wants_reply=False))

@@ -34,7 +34,7 @@ def made(source: str, asked: Conversation = ASKED) -> str:
 def test_a_template_that_writes_nothing_for_long_is_given_up(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "CPU_LIMIT", 0.1)
+    monkeypatch.setattr(templates, "CPU_LIMIT_SECONDS", 0.1)
     began = clock.monotonic()
     with pytest.raises(InvalidInput, match="too much"):
         made(source)
@@ -60,7 +60,7 @@ def test_no_single_step_holds_the_server_or_takes_its_memory(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review X9: `sort` held the interpreter for 74 s, one `%` format took 2 GB."""
-    monkeypatch.setattr(templates, "CPU_LIMIT", 0.2)
+    monkeypatch.setattr(templates, "CPU_LIMIT_SECONDS", 0.2)
     before = resource.getrusage(resource.RUSAGE_SELF)
 
     with pytest.raises(InvalidInput, match="too much"):
@@ -74,23 +74,23 @@ def test_no_single_step_holds_the_server_or_takes_its_memory(
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[templates._Process]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[templates._TemplateProcess]]:
     """The processes that the test starts; no other test has left one."""
-    found: list[templates._Process] = []
+    found: list[templates._TemplateProcess] = []
 
-    class Recorded(templates._Process):
+    class Recorded(templates._TemplateProcess):
         def __init__(self) -> None:
             super().__init__()
             found.append(self)
 
-    monkeypatch.setattr(templates, "_idle", [])
-    monkeypatch.setattr(templates, "_Process", Recorded)
+    monkeypatch.setattr(templates, "_idle_processes", [])
+    monkeypatch.setattr(templates, "_TemplateProcess", Recorded)
     yield found
     for process in found:
         process.end()
 
 
-def test_a_process_that_somebody_killed_costs_no_prompt(started: list[templates._Process]) -> None:
+def test_a_process_that_somebody_killed_costs_no_prompt(started: list[templates._TemplateProcess]) -> None:
     """Review X9: the machine may run out of memory, and what it ends is not the template's fault."""
     assert made("{{ 1 }}") == made("{{ 1 }}") == "1"
     (first,) = started
@@ -99,7 +99,7 @@ def test_a_process_that_somebody_killed_costs_no_prompt(started: list[templates.
     assert (made("{{ 1 }}"), len(started)) == ("1", 2)
 
 
-def test_a_large_web_process_keeps_its_template_process(started: list[templates._Process]) -> None:
+def test_a_large_web_process_keeps_its_template_process(started: list[templates._TemplateProcess]) -> None:
     """The kernel hands the peak of the parent's memory on to its child."""
     memory = b"x" * (400 * 1024 * 1024)
     assert made("{{ 1 }}") == made("{{ 1 }}") == "1"
@@ -107,12 +107,12 @@ def test_a_large_web_process_keeps_its_template_process(started: list[templates.
 
 
 def test_a_process_that_does_not_answer_is_given_up(
-    started: list[templates._Process], monkeypatch: pytest.MonkeyPatch
+    started: list[templates._TemplateProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review X9: a stopped process uses no processor time."""
     assert made("{{ 1 }}") == "1"
     started[0]._child.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(templates, "MAX_WAIT", 0.1)
+    monkeypatch.setattr(templates, "MAX_WAIT_SECONDS", 0.1)
     with pytest.raises(templates.TemplateUnusable, match="did not answer"):
         made("{{ 1 }}")
     monkeypatch.undo()
@@ -121,7 +121,7 @@ def test_a_process_that_does_not_answer_is_given_up(
 
 
 def test_the_process_has_no_secret_and_gives_its_memory_back(
-    started: list[templates._Process], monkeypatch: pytest.MonkeyPatch
+    started: list[templates._TemplateProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Review X9: a template that leaves its sandbox must not read the server's environment."""
     monkeypatch.setenv("DJANGO_SECRET_KEY", "hidden")

@@ -13,7 +13,7 @@ from localai_cluster.messaging import bus
 from localai_cluster.rpc import errors as rpc_errors
 from localai_cluster.worker.installer import InstallFailed
 from nodes.commands.outcomes import CommandFailed
-from nodes.dialects.routes import ANTHROPIC, OLLAMA, OPENAI
+from nodes.dialects.routes import ANTHROPIC_ENVELOPE, OLLAMA_ENVELOPE, OPENAI_ENVELOPE
 from nodes.gateway import endpoint, gbnf, generate
 from nodes.loading import load_attempts
 from nodes.registry import bulk, heartbeats
@@ -65,7 +65,9 @@ def test_a_given_text_replaces_it() -> None:
     assert (error.message, str(error)) == ("no node has that id",) * 2
 
 
-@pytest.mark.parametrize("envelope", [OPENAI, ANTHROPIC, OLLAMA], ids=["openai", "anthropic", "ollama"])
+@pytest.mark.parametrize(
+    "envelope", [OPENAI_ENVELOPE, ANTHROPIC_ENVELOPE, OLLAMA_ENVELOPE], ids=["openai", "anthropic", "ollama"]
+)
 @pytest.mark.parametrize(
     "text", [gettext_lazy("no such thing"), mark_safe("no such thing")], ids=["lazy", "safe"]
 )

@@ -90,8 +90,8 @@ def test_names_have_the_prefix_and_base_units() -> None:
 
 
 def test_buckets_reach_from_a_millisecond_to_the_limit_of_a_request() -> None:
-    assert (kinds.REQUESTS[0], kinds.REQUESTS[-1]) == (0.001, 600)
-    for buckets in (kinds.REQUESTS, kinds.WORK):
+    assert (kinds.REQUEST_BUCKETS[0], kinds.REQUEST_BUCKETS[-1]) == (0.001, 600)
+    for buckets in (kinds.REQUEST_BUCKETS, kinds.WORK_BUCKETS):
         assert list(buckets) == sorted(set(buckets))
 
 
@@ -121,36 +121,36 @@ def sample(figure: MetricWrapperBase, suffix: str = "_total", **labels: str) -> 
     ],
 )
 def test_a_path_belongs_to_one_of_few_surfaces(path: str, surface: str) -> None:
-    assert web.surface(path) == surface
+    assert web.surface_of_path(path) == surface
 
 
 def test_every_route_has_a_surface() -> None:
     """What is `other` is no route of ours."""
     paths = [route.path for route in edge.ROUTES]
     paths += ["/" + str(entry.pattern) for entry in get_resolver().url_patterns]
-    assert {path for path in paths if web.surface(path) == "other"} == set()
+    assert {path for path in paths if web.surface_of_path(path) == "other"} == set()
 
 
 def test_an_attempt_that_says_nothing_is_unrecorded() -> None:
     before = sample(controller.ATTEMPTS, kind="k", outcome="complete")
-    with controller.attempt("k") as told:
+    with controller.count_attempt("k") as told:
         told.outcome = "complete"
-    lost = sample(controller.ATTEMPTS, kind="k", outcome=controller.UNRECORDED)
-    with pytest.raises(LookupError), controller.attempt("k"):
+    lost = sample(controller.ATTEMPTS, kind="k", outcome=controller.UNRECORDED_OUTCOME)
+    with pytest.raises(LookupError), controller.count_attempt("k"):
         raise LookupError
     assert sample(controller.ATTEMPTS, kind="k", outcome="complete") == before + 1
-    assert sample(controller.ATTEMPTS, kind="k", outcome=controller.UNRECORDED) == lost + 1
+    assert sample(controller.ATTEMPTS, kind="k", outcome=controller.UNRECORDED_OUTCOME) == lost + 1
 
 
 def test_a_pass_and_a_start_that_raise_have_failed() -> None:
     failed = sample(passes.PASSES, name="p", outcome="failed")
-    starts = sample(worker.STARTS, outcome="failed")
-    with pytest.raises(LookupError), passes.count_pass("p"), worker.starting():
+    starts = sample(worker.ENGINE_STARTS, outcome="failed")
+    with pytest.raises(LookupError), passes.count_pass("p"), worker.count_start():
         raise LookupError
-    with passes.count_pass("p"), worker.starting():
+    with passes.count_pass("p"), worker.count_start():
         pass
     assert sample(passes.PASSES, name="p", outcome="failed") == failed + 1
-    assert sample(worker.STARTS, outcome="failed") == starts + 1
+    assert sample(worker.ENGINE_STARTS, outcome="failed") == starts + 1
     assert sample(passes.PASS_SECONDS, "_count", name="p") >= 2
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.rpc import errors
-from localai_cluster.rpc.errors import BackendError, translate
+from localai_cluster.rpc.errors import BackendError, translate_status
 
 Status = grpc.StatusCode
 
@@ -44,7 +44,7 @@ Status = grpc.StatusCode
 )
 def test_each_status_has_one_meaning(status: Status, details: str, kind: type[BackendError]) -> None:
     """gRPC transport facts: the status and, where it is ambiguous, its text decide."""
-    error = translate(status, details)
+    error = translate_status(status, details)
     assert type(error) is kind
     assert error.message == details or not details
 
@@ -72,4 +72,4 @@ def test_every_error_fits_an_edge() -> None:
 
 def test_an_empty_text_gets_the_kind_s_own() -> None:
     """The cause is always named."""
-    assert translate(Status.INTERNAL, "").message.startswith("The engine failed")
+    assert translate_status(Status.INTERNAL, "").message.startswith("The engine failed")

@@ -135,7 +135,10 @@ async def survive(begins: bool, pieces: Sequence[bytes]) -> None:
 
 @pytest.mark.parametrize(
     ("size", "most"),
-    [(0, http2.MAX_CONTINUATIONS), (http2.MAX_FRAME, http2.MAX_HEADERS // http2.MAX_FRAME)],
+    [
+        (0, http2.MAX_CONTINUATION_FRAMES),
+        (http2.MAX_FRAME_BYTES, http2.MAX_HEADER_BYTES // http2.MAX_FRAME_BYTES),
+    ],
     ids=["many", "large"],
 )
 async def test_a_header_block_is_limited_before_it_ends(size: int, most: int) -> None:
@@ -234,10 +237,10 @@ def test_a_long_request_waits_for_an_engine_that_does_not_read() -> None:
             connection = await engine.dialled()
             connection.pause_writing()
             size = len(engine.transport.output)
-            assert size < 6 * http2.MAX_FRAMES * http2.MAX_FRAME
+            assert size < 6 * http2.MAX_FRAMES_PER_TURN * http2.MAX_FRAME_BYTES
             # What was prepared in this turn still goes.
             await engine.send(frame(wire.WINDOW, 0, 0, number(1)))
-            assert len(engine.transport.output) - size < 2 * http2.MAX_FRAMES * http2.MAX_FRAME
+            assert len(engine.transport.output) - size < 2 * http2.MAX_FRAMES_PER_TURN * http2.MAX_FRAME_BYTES
             connection.resume_writing()
 
             async def is_sent() -> bool:
@@ -254,10 +257,10 @@ def test_streams_go_to_a_new_connection_when_their_numbers_end() -> None:
     async def scenario() -> None:
         async with playing() as engine:
             first = asyncio.create_task(read(engine.call(REQUEST, None)))
-            (await engine.dialled())._next_id = http2.LARGEST
+            (await engine.dialled())._next_id = http2.MAX_UINT31
             await engine.send(wire.settings())
             assert await read(engine.call(REQUEST, None)) is grpc.StatusCode.UNAVAILABLE
-            answer = frame(wire.HEADERS, 5, http2.LARGEST, block(RESPONSE | FINE))
+            answer = frame(wire.HEADERS, 5, http2.MAX_UINT31, block(RESPONSE | FINE))
             await engine.send(answer)
             assert await first == []
             assert engine.transport.is_closed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster.rpc.client import TRACKED, UNTRACKED, BackendClient, ClientPool
+from localai_cluster.rpc.client import TRACKED_METHODS, UNTRACKED_METHODS, BackendClient, ClientPool
 from localai_cluster.rpc.generated import backend_pb2
 from localai_cluster.rpc.messages import PredictOptions
 
@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_every_call_that_we_know_is_decided() -> None:
     """Those that no engine of ours has, too: who adds one finds it among the tracked ones."""
     methods = {one.name for one in backend_pb2.DESCRIPTOR.services_by_name["Backend"].methods}
-    assert methods <= TRACKED | UNTRACKED
-    assert not TRACKED & UNTRACKED
+    assert methods <= TRACKED_METHODS | UNTRACKED_METHODS
+    assert not TRACKED_METHODS & UNTRACKED_METHODS
     later = {"VAD", "Diarize", "VoiceVerify", "VoiceAnalyze", "VoiceEmbed", "FaceVerify", "FaceAnalyze"}
     later |= {"TokenClassify", "Score", "AudioEncode", "AudioDecode", "AudioTransform", "SoundDetection"}
-    assert later <= TRACKED
+    assert later <= TRACKED_METHODS
 
 
 @pytest.mark.rule("R2.74", "R2.71", "T-INF-3", "T-INF-4")
@@ -31,7 +31,7 @@ def test_a_client_of_its_own_has_no_call_that_is_a_request_and_the_pools_has() -
         with pytest.raises(AttributeError):
             await own.embedding(PredictOptions(), 1.0)
         known = {one.name for one in backend_pb2.DESCRIPTOR.services_by_name["Backend"].methods}
-        assert vars(own._stub).keys() == known & UNTRACKED
+        assert vars(own._stub).keys() == known & UNTRACKED_METHODS
         assert vars(pool.get("127.0.0.1:1")._stub).keys() == known
         await own.close()
         await pool.close()

@@ -4,11 +4,11 @@ import pytest
 from django.db.models import F
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-from localai_cluster.web.shapes import COMPONENTS, FLAG, TEXT, TIME, Shape, column, count, field
+from localai_cluster.web.shapes import COMPONENT_SCHEMAS, FLAG, TEXT, TIME, Shape, column, count, field
 from nodes.registry.shape import LIVE_NODE, NODE, NODE_DETAIL
 
-_DOCUMENTED = dict(COMPONENTS)
-COMPONENTS.clear()
+_DOCUMENTED = dict(COMPONENT_SCHEMAS)
+COMPONENT_SCHEMAS.clear()
 FACT = Shape("Fact", "A fact.", [field("at", TIME), field("why", TEXT, optional=True)])
 THING = Shape(
     "Thing",
@@ -20,8 +20,8 @@ THING = Shape(
         field("ready", FLAG),
     ],
 )
-COMPONENTS.clear()
-COMPONENTS.update(_DOCUMENTED)
+COMPONENT_SCHEMAS.clear()
+COMPONENT_SCHEMAS.update(_DOCUMENTED)
 
 
 def test_a_name_stands_for_one_component() -> None:
