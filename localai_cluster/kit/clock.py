@@ -38,7 +38,7 @@ async def wait_until(
     return True
 
 
-_MAX_DELAY = 24 * 3600.0
+_MAX_TIMER_SECONDS = 24 * 3600.0
 """Maximum seconds of one asyncio timer; it also stands for an infinite limit."""
 
 
@@ -67,10 +67,10 @@ class SilenceTimer:
         self._timer.cancel()
 
     def _set_timer(self) -> None:
-        delay = min(max(self._until - monotonic(), 0), self._seconds, _MAX_DELAY)
-        self._timer = asyncio.get_running_loop().call_later(delay, self._check)
+        delay = min(max(self._until - monotonic(), 0), self._seconds, _MAX_TIMER_SECONDS)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._expire_if_due)
 
-    def _check(self) -> None:
+    def _expire_if_due(self) -> None:
         if monotonic() >= self._until:
             self._expire()
         else:

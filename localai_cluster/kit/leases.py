@@ -58,7 +58,7 @@ def update_rows(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
         return
     meta = rows[0]._meta
     chosen = [field for field in meta.concrete_fields if field.primary_key or field.name in columns]
-    values, source, parameters = _joined_values(rows, chosen)
+    values, source, parameters = _values_as_sql(rows, chosen)
     changes = ", ".join(f"{name} = {value}" for name, value in values.items() if name != '"id"')
     with connection.cursor() as cursor:
         cursor.execute(
@@ -76,7 +76,7 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
         return
     meta = rows[0]._meta
     fields = [f for f in meta.concrete_fields if not (f.generated or isinstance(f, models.AutoField))]
-    values, source, parameters = _joined_values(rows, fields)
+    values, source, parameters = _values_as_sql(rows, fields)
     names, chosen = ", ".join(values), ", ".join(values.values())
     with connection.cursor() as cursor:
         cursor.execute(f'INSERT INTO "{meta.db_table}" ({names}) SELECT {chosen} FROM {source}', parameters)
@@ -84,7 +84,7 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
         row._state.adding, row._state.db = False, connection.alias  # a later `save` is an UPDATE
 
 
-def _joined_values(
+def _values_as_sql(
     rows: Sequence[models.Model], fields: Sequence[Any]
 ) -> tuple[dict[str, str], str, list[Any]]:
     """Return SQL for the values of the columns, the source `v` of these values, and all parameters.
@@ -119,7 +119,7 @@ Attempt = tuple[UUID, int]
 """An attempt at a leased row: the row's id and fence."""
 MAX_LOST_LEASES = 10
 """Number of lost leases after which a row is given up."""
-COLUMNS = ["lease_owner", "lease_until", "fence", "lost_leases"]
+LEASE_COLUMNS = ["lease_owner", "lease_until", "fence", "lost_leases"]
 """Columns that `claim`, `end_lease` and `lock_expired_rows` change; the caller saves them."""
 
 
@@ -153,7 +153,7 @@ def claim(
 ) -> list[L]:
     """Lock up to `limit` unlocked rows and give them to `owner`, each with a new attempt. Return the rows.
 
-    `lease` is in seconds. The caller saves `COLUMNS`.
+    `lease` is in seconds. The caller saves `LEASE_COLUMNS`.
     """
     claimed = lock_free(rows, limit=limit)
     for row in claimed:
@@ -185,10 +185,10 @@ def lock_owned_rows(leased: "QuerySet[L]", owner: str) -> list[L]:
 
 def any_expired(leased: "QuerySet[L]", *, now: datetime) -> bool:
     """Return True if a lease has expired: one query without a lock, because usually none has."""
-    return _expired(leased, now).exists()
+    return _expired_rows(leased, now).exists()
 
 
-def _expired(leased: "QuerySet[L]", now: datetime) -> "QuerySet[L]":
+def _expired_rows(leased: "QuerySet[L]", now: datetime) -> "QuerySet[L]":
     return leased.filter(lease_until__lt=now)
 
 
@@ -197,7 +197,7 @@ def lock_expired_rows(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L],
 
     Locked rows are skipped. Each row to retry counts one more lost lease.
     """
-    lost = lock_free(_expired(leased, now).order_by("pk"))
+    lost = lock_free(_expired_rows(leased, now).order_by("pk"))
     retried = [row for row in lost if row.lost_leases < MAX_LOST_LEASES]
     given_up = [row for row in lost if row.lost_leases >= MAX_LOST_LEASES]
     for row in retried:

@@ -15,14 +15,14 @@ from typing import TextIO
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
-LINE = "{asctime} {levelname:<7} {name} [{request_id}] {message}"
-TIME = "%H:%M:%S"
+LINE_FORMAT = "{asctime} {levelname:<7} {name} [{request_id}] {message}"
+TIME_FORMAT = "%H:%M:%S"
 
-_ACCEPTABLE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
 @contextmanager
-def of_request(identifier: str) -> Iterator[None]:
+def with_request_id(identifier: str) -> Iterator[None]:
     """Set this request id for the log lines of the block."""
     token = request_id.set(identifier)
     try:
@@ -33,7 +33,7 @@ def of_request(identifier: str) -> Iterator[None]:
 
 def new_request_id(offered: str = "") -> str:
     """Return the caller's own id if it is short and has only safe characters, otherwise a new id."""
-    return offered if _ACCEPTABLE.match(offered) else os.urandom(16).hex()
+    return offered if _REQUEST_ID_PATTERN.match(offered) else os.urandom(16).hex()
 
 
 class NoExpectedRefusals(logging.Filter):
@@ -55,8 +55,8 @@ class RequestIdFilter(logging.Filter):
         return True
 
 
-class OneLine(logging.Formatter):
-    """Keeps each message on one line, so that an engine's output cannot imitate our log lines."""
+class OneLineFormatter(logging.Formatter):
+    """Formatter that keeps each message on one line: output of engines cannot imitate our log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the formatted line with escaped line breaks. A traceback follows unescaped."""
@@ -66,6 +66,6 @@ class OneLine(logging.Formatter):
 def create_handler(stream: TextIO) -> logging.Handler:
     """Return a handler with our log format for `stream`, for a process without Django's settings."""
     stream_handler = logging.StreamHandler(stream)
-    stream_handler.setFormatter(OneLine(LINE, TIME, style="{"))
+    stream_handler.setFormatter(OneLineFormatter(LINE_FORMAT, TIME_FORMAT, style="{"))
     stream_handler.addFilter(RequestIdFilter())
     return stream_handler

@@ -18,13 +18,13 @@ from localai_cluster.kit import clock
 
 log = logging.getLogger(__name__)
 
-_KINDS = (
+_OUTAGE_ERRORS = (
     django.db.OperationalError,
     django.db.InterfaceError,
     psycopg.OperationalError,
     psycopg.InterfaceError,
 )
-_SERVER_ENDS = frozenset({"57P01", "57P02", "57P03"})
+_SERVER_STOP_SQLSTATES = frozenset({"57P01", "57P02", "57P03"})
 """SQLSTATEs of a server that an administrator shut down, that crashed, or that is starting."""
 
 
@@ -41,13 +41,13 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def is_outage(error: BaseException | None) -> bool:
     """Return True if the database is unreachable or its disk is full; False if it refused a statement."""
-    if not isinstance(error, _KINDS):
+    if not isinstance(error, _OUTAGE_ERRORS):
         return False
     if is_disk_full(error):
         return True
     state = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
     # Without a state no server responded at all; class 08 is a connection error.
-    return state is None or state.startswith("08") or state in _SERVER_ENDS
+    return state is None or state.startswith("08") or state in _SERVER_STOP_SQLSTATES
 
 
 def _is_valkey_outage(error: BaseException | None) -> bool:
@@ -77,8 +77,8 @@ class RepeatLimit(logging.Filter):
     omitted lines.
     """
 
-    MOST, MAX_IN_OUTAGE = 60, 2
-    WINDOW = 60.0
+    MAX_LINES, MAX_LINES_IN_OUTAGE = 60, 2
+    WINDOW_SECONDS = 60.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class RepeatLimit(logging.Filter):
         """Return False for a line over the limit."""
         if record.levelno < logging.WARNING:
             return True
-        limit = self.MAX_IN_OUTAGE if _is_about_outage(record) else self.MOST
+        limit = self.MAX_LINES_IN_OUTAGE if _is_about_outage(record) else self.MAX_LINES
         key, now = (record.name, str(record.msg)), clock.monotonic()
         began, count = self._seen.get(key, (now, 0))
-        if now - began < self.WINDOW:
+        if now - began < self.WINDOW_SECONDS:
             self._seen[key] = (began, count + 1)
             return count < limit
         if len(self._seen) > 1000:
@@ -119,7 +119,7 @@ def skip_during_outage(task: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         try:
             task()
-        except _KINDS as error:
+        except _OUTAGE_ERRORS as error:
             if not is_outage(error):
                 raise
             log.warning("%s left out: %s", task.__qualname__, error)

@@ -142,7 +142,7 @@ class Upgrade:
 
 def is_image(uri: str) -> bool:
     """Return True if the URI is an image in a registry."""
-    return uri.startswith(references.SCHEMES) or references.parse(uri) is not None
+    return uri.startswith(references.IMAGE_SCHEMES) or references.parse(uri) is not None
 
 
 def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offered]) -> list[Upgrade]:

@@ -90,7 +90,7 @@ MAX_ATTEMPTS = 10
 PARALLEL_PER_NODE = 4
 """Maximum number of intents of one node that run at the same time."""
 _REQUEUE_COLUMNS = [
-    *leases.COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
+    *leases.LEASE_COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
 ]  # fmt: skip
 _NODE_COLUMNS = [
     "id", "name", "instance", "source_address", "fingerprint", "weak_identity", "inventory_due_at",
@@ -234,7 +234,7 @@ def _claim(
             return []
         free = PendingBackendOp.objects.filter(pk__in=due, lease_until__isnull=True).order_by("id")
         rows = leases.claim(free, owner, now=now, lease=lease)
-        update_rows(rows, leases.COLUMNS)
+        update_rows(rows, leases.LEASE_COLUMNS)
         beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = target_changes.apply_changes(beginning, now=now)
         emit(changed.operations, changed.parts, changed.moved)
@@ -309,7 +309,7 @@ def _return_to_queue(
     for row in rows:
         row.end_lease()
         row.next_retry_at = now
-    update_rows(rows, [*leases.COLUMNS, "next_retry_at"])
+    update_rows(rows, [*leases.LEASE_COLUMNS, "next_retry_at"])
     changes = {row.id: target_changes.queue_again(reason, until=now) for row in rows}
     waves.conclude(changes | dict(also or {}), ended=also or (), now=now)
 
@@ -468,7 +468,7 @@ def retry_cancellation(intent: Intent, *, seconds: float, now: datetime) -> None
         for row in _lock_owned_rows([(intent.id, intent.fence)]).values():
             row.end_lease()
             row.next_retry_at = now + timedelta(seconds=seconds)
-            update_rows([row], [*leases.COLUMNS, "next_retry_at"])
+            update_rows([row], [*leases.LEASE_COLUMNS, "next_retry_at"])
 
 
 def end(outcomes: Mapping[UUID, Ended], *, now: datetime) -> int:

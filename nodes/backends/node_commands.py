@@ -173,7 +173,7 @@ def offered_to(node: BackendNode) -> GalleryOffer:
 
 def is_loopback(address: str) -> bool:
     """Return True if a node that registered from this address runs on the server's own machine."""
-    return addresses.is_number(address) and addresses.is_loopback(address)
+    return addresses.is_ip_address(address) and addresses.is_loopback(address)
 
 
 async def _send(

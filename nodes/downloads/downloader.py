@@ -16,7 +16,7 @@ from typing import Protocol
 
 from localai_cluster.kit import backoff, clock, untrusted
 from localai_cluster.kit.outbound import (
-    STALL_LIMIT,
+    STALL_TIMEOUT,
     SourceBody,
     SourceBusy,
     SourceChanged,
@@ -292,7 +292,7 @@ class Download:
                 self._has_many_connections = True
                 for _ in range(min(self._connections - 1, len(self._pending))):
                     group.create_task(self._run_connection(partial, group))
-            async for piece in read_pieces(body.pieces, CHUNK, STALL_LIMIT):
+            async for piece in read_pieces(body.pieces, CHUNK, STALL_TIMEOUT):
                 piece = piece if span.missing is None else piece[: span.missing]
                 await in_staging_thread(partial.write, span, piece)
                 self._meter.add_received(self._file.path, len(piece))

@@ -46,8 +46,8 @@ class PrefixInvalidated(msgspec.Struct, frozen=True):
 
 PrefixUpdate = PrefixObserved | PrefixInvalidated
 _KINDS: dict[str, type[Any]] = {
-    messages.PREFIX_OBSERVED: PrefixObserved,
-    messages.PREFIX_INVALIDATED: PrefixInvalidated,
+    messages.PREFIX_OBSERVED_SUBJECT: PrefixObserved,
+    messages.PREFIX_INVALIDATED_SUBJECT: PrefixInvalidated,
 }
 _SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}
 
@@ -111,4 +111,4 @@ async def subscribe(bus: Bus, on_update: Callable[[PrefixUpdate], None]) -> None
         if (update := decode(message.subject, message.payload)) is not None:
             on_update(update)
 
-    await bus.subscribe(messages.PREFIX_NEWS, on_message, limit=1)
+    await bus.subscribe(messages.PREFIX_SUBJECTS, on_message, limit=1)
