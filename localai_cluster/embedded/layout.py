@@ -57,7 +57,7 @@ def certified_host(certificate: Path, preferred: str) -> str:
 
 
 def public_host(certificate: Path, preferred: str) -> str:
-    """Return `preferred` if the certificate names it, else a name in it that other machines may know."""
+    """Return `preferred` if the certificate names it, else a host in it that other machines may know."""
     names = _certificate_hosts(certificate)
     others = (name for name in names if not addresses.is_loopback(name))
     return preferred if preferred in names else next(others, preferred)
@@ -259,7 +259,10 @@ class Layout:
             ) from None
 
     def _choose_nats_port(self) -> int:
-        """Return the last run's port if it is free, since workers on other machines use it; else another."""
+        """Return the NATS port of the last run if it is free, else another port.
+
+        Workers on other machines use the port of the last run.
+        """
         note = self.data_dir / "nats-port"
         preferred = NATS_PORT
         with suppress(OSError, ValueError):

@@ -175,7 +175,10 @@ def _preparation_error(output: str) -> SetupError:
 
 
 def error_line(said: str) -> str:
-    """Return the line of a command's output that names the error: a failed check, else the last line."""
+    """Return the line of a command's output that states the error.
+
+    This is the line of a failed check, else the last line.
+    """
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for index, line in enumerate(lines):
         if "(cluster.E" in line:

@@ -159,7 +159,7 @@ def same_host(host_a: str, host_b: str) -> bool:
 
 
 def is_same_address(address_a: str, address_b: str) -> bool:
-    """Return True if both texts are the same address. Compare texts that are no addresses literally."""
+    """Return True if both texts are the same address. Texts that are no addresses are compared literally."""
     try:
         return parse(address_a) == parse(address_b)
     except ValueError:

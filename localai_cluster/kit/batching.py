@@ -19,13 +19,13 @@ _BATCH_RETRY_SECONDS = 1.0
 
 
 class Batcher(Generic[K, V]):
-    """Buffers one value for each key, and passes the values to `write` in batches, one at a time.
+    """Buffers one value for each key, and passes the values to `write` in batches, one batch at a time.
 
     If the key of a new value has a buffered value, `merge(earlier, later)` replaces both. `write` returns the
-    values that must be written again. If it raises one of `retry_on`, the whole batch is written again; after
-    any other error the batch is lost. The time between the starts of two batches is twice the duration of the
-    first, within the bounds of `interval` (seconds). If the batcher is closed, `abandon` gets the values that
-    are still buffered.
+    values that must be written again. If `write` raises one of `retry_on`, the whole batch is written again;
+    after any other error the batch is lost. The time between the starts of two batches is twice the duration
+    of the first, within the bounds of `interval` (seconds). If the batcher is closed, `abandon` gets the
+    values that are still buffered.
     """
 
     def __init__(

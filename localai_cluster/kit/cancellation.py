@@ -5,7 +5,7 @@ import contextlib
 from typing import Any
 
 _CANCEL_REPEAT_SECONDS = 2.0
-"""Seconds until a task that is still running is cancelled again."""
+"""Seconds after which a task that is still running is cancelled again."""
 
 
 async def wait_for(event: asyncio.Event, seconds: float | None) -> bool:

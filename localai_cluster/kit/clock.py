@@ -39,13 +39,13 @@ async def wait_until(
 
 
 _MAX_TIMER_SECONDS = 24 * 3600.0
-"""Maximum seconds of one asyncio timer; it also stands for an infinite limit."""
+"""Maximum seconds of one asyncio timer. A longer or infinite time uses several timers."""
 
 
 class SilenceTimer:
-    """Calls `expire` after `seconds` without a call of `begin`; `first` are the first period's seconds.
+    """Calls `expire` if `begin` is not called for `seconds`, or for `first` seconds at the start.
 
-    One timer runs and `begin` only moves its end, which is cheap enough for each token of a stream.
+    `begin` only moves the end of the one timer, which is cheap enough for each token of a stream.
     """
 
     def __init__(self, seconds: float, first: float, expire: Callable[[], object]) -> None:

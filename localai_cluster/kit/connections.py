@@ -28,7 +28,7 @@ MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 20.0
 """Seconds for the headers of a request to arrive, and for the first byte of a new connection."""
 BODY_SECONDS, BODY_PIECE = 20.0, 10_000
-"""While we read a body, at least `BODY_PIECE` bytes or its end arrive every `BODY_SECONDS`."""
+"""A client must send `BODY_PIECE` bytes of a body, or its end, within every `BODY_SECONDS`."""
 
 _TOO_SLOW_TEXT = b"The request did not arrive in time."
 _TIMEOUT_RESPONSE = (
@@ -85,7 +85,7 @@ class BoundedHead(HttpToolsProtocol):
     _missing_part: Literal["", "anything", "head", "body"] = ""
     """The part of a request that is missing; "" between two requests, where uvicorn has its own limit."""
     _missing_since = 0.0
-    """Monotonic time since which that part, or the next chunk of the body, is missing."""
+    """Monotonic time since which the missing part, or the next chunk of a body, has not arrived."""
     _body_bytes = 0
     _timer: asyncio.TimerHandle | None = None
 
@@ -94,13 +94,13 @@ class BoundedHead(HttpToolsProtocol):
     _head = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for the first byte."""
+        """Start to wait for the first byte of a request."""
         super().connection_made(_JoinedHead(transport, self.loop))  # type: ignore[arg-type]
         self._start_waiting_for("anything")
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop the timer of the connection."""
         self._start_waiting_for("")
         if self._timer is not None:
             self._timer.cancel()
@@ -173,7 +173,7 @@ class BoundedHead(HttpToolsProtocol):
         self._timer = self.loop.call_later(max(self._seconds_left(), 0.0), self._check_time)
 
     def _check_time(self) -> None:
-        """Close a connection whose missing part is late.
+        """Close the connection if the missing part of a request is late.
 
         A body gets more time while we do not read, or if the client has sent enough bytes.
         """

@@ -54,7 +54,7 @@ def conninfo(url: str) -> str:
 
 
 class _TimeLimitedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
-    """A connection whose round trips have a time limit."""
+    """A PostgreSQL connection whose round trips have a time limit."""
 
     async def wait(self, *arguments: Any, **options: Any) -> Any:
         """Run one round trip; on timeout raise OperationalError and close the connection."""
@@ -66,7 +66,7 @@ class _TimeLimitedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
 
 
 class Pool:
-    """The connections of one process. Bound to one event loop."""
+    """A pool of the connections of one process, on one event loop."""
 
     def __init__(self, url: str) -> None:
         self._conninfo = conninfo(url)
@@ -117,7 +117,7 @@ class Pool:
 class DedicatedConnection:
     """One connection for one statement that runs repeatedly, never concurrently.
 
-    A statement costs a third of the time that it takes through a pool. The connection is opened at first use
+    A statement takes a third of the time that it takes in a pool. The connection is opened at the first use
     and again after a loss.
     """
 

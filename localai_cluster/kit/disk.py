@@ -54,7 +54,7 @@ _last_reading: tuple[float, DiskUsage | None] | None = None
 
 
 def current() -> DiskUsage | None:
-    """Return the usage of the data folder's disk; None if it cannot be read."""
+    """Return the usage of the data folder's disk. Return None if the disk cannot be read."""
     global _last_reading
     now = clock.monotonic()
     if _last_reading is None or now - _last_reading[0] > MAX_READING_AGE_SECONDS:
@@ -66,6 +66,6 @@ def current() -> DiskUsage | None:
 
 
 def with_disk_full_hint(problem: str) -> str:
-    """Return the problem; add the full disk as its likely cause if the disk is full."""
+    """Return the text of a problem. If the disk is full, the text names this as the likely cause."""
     usage = current()
     return f"{problem}: {DISK_FULL_MESSAGE}" if usage is not None and usage.is_full else problem

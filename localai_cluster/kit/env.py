@@ -29,11 +29,11 @@ from localai_cluster.kit.tls import context_with_ca
 
 T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
-"""Settings that were already read, by field name."""
+"""Values of the settings that were read before this one, by field name."""
 Default = str | Callable[[Values], str]
-"""Text of a default, or a function of the earlier fields; "" for none.
+"""Default of a setting: a text, or a function of the settings read before; "" for no default.
 
-In the text, names in braces stand for the values of earlier fields.
+In the text, names in braces stand for the values of settings that were read before.
 """
 _SECONDS_BY_GO_UNIT = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_DURATION_PART_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
@@ -79,9 +79,9 @@ class Format:
     """The format of a setting's text, and its conversion to a value of the field's type."""
 
     fix: str
-    """Noun phrase for valid values; the hint is "Use", then this text."""
+    """Noun phrase that describes valid values. The hint of a problem is "Use" and this text."""
     parse: Callable[[str], Any] = str
-    """Convert the text. A ValueError completes the sentence "NAME is …"; for other errors `fix` does."""
+    """Convert the text. The message of a ValueError completes the sentence "NAME is …"."""
     secret: bool = False
 
 
@@ -141,7 +141,7 @@ def _parse_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
 
 
 def _parse_origins(text: str) -> tuple[str, ...]:
-    """Parse origins in the form in which browsers send them."""
+    """Parse web origins. Return them in the form in which browsers send them."""
     origins = split_list(text.lower())
     if wrong := next((origin for origin in origins if not _ORIGIN_PATTERN.fullmatch(origin)), None):
         raise ValueError(f"wrong at {wrong!r}: an origin has a scheme and a host, and no path")
@@ -223,7 +223,7 @@ ServerUrl = Annotated[str, Format(SERVER_URL_FORMAT_TEXT, addresses.parse_base_u
 MirrorUrl = Annotated[str, Format("the URL of a mirror", _parse_mirror)]
 Seconds = Annotated[float, duration(1)]
 Duration = Annotated[float, duration(0)]
-"""Seconds; the setting's docstring states the meaning of 0."""
+"""A duration in seconds. The docstring of each setting states the meaning of 0."""
 Retention = Annotated[float, duration(3600)]
 IntervalSeconds = Annotated[
     float, Format("a duration such as 10s", lambda text: parse_duration(text) or 10.0)
@@ -265,12 +265,12 @@ class Setting:
     """Environment variables of the setting; the first one that is set applies."""
     default: Default
     shown: str
-    """The default as the documentation prints it; "" for none."""
+    """The default as the documentation prints it; "" if there is no default."""
     group: str
     format: Format
     type: Any
     empty: Any
-    """Value of the field if there is neither a text nor a default."""
+    """Value of the field if the setting has neither a text nor a default."""
 
     def parse(self, text: str) -> Any:
         """Return the value of the text. Raise the errors of `Format.parse`."""
@@ -286,7 +286,7 @@ def setting(
     short: bool = False,
     others: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field of a table.
+    """Declare a field of a table of settings.
 
     `group` is the heading of this field and of the following fields, up to the next heading. With `short` the
     variable without `LOCALAI_` is read too. `others` are further variables.

@@ -20,11 +20,11 @@ KILL_MESSAGE_PREFIX = "killed at the point "
 """Beginning of the line that a process writes to standard error before it kills itself; the point follows."""
 
 _current_failpoint: ContextVar[str] = ContextVar("leaving", default="")
-"""The failpoint of the message that this context is sending on the bus."""
+"""Name of the failpoint for the message that the current context is sending on the bus."""
 
 
 class _ConfiguredKill:
-    """The kill that the two variables configure."""
+    """The kill that `CLUSTER_KILL_AT` and `CLUSTER_KILL_TEST` configure."""
 
     def __init__(self, setting: str, gate: str) -> None:
         self.point, _, pass_number = setting.partition("@")
@@ -50,7 +50,7 @@ _configured_kill: _ConfiguredKill | None = None
 
 
 def arm() -> None:
-    """Read the two variables. Raise SystemExit if only the first is set, because kills are for tests."""
+    """Read `CLUSTER_KILL_AT` and `CLUSTER_KILL_TEST`. Raise SystemExit if only the first one is set."""
     global _configured_kill
     setting, gate = os.environ.get(KILL_AT_VARIABLE, ""), os.environ.get(KILL_TEST_VARIABLE, "")
     if setting and not gate:

@@ -23,7 +23,7 @@ M = TypeVar("M", bound=models.Model)
 def lock_free(rows: "QuerySet[M]", *, limit: int | None = None) -> list[M]:
     """Lock and return up to `limit` of the rows that no other transaction has locked.
 
-    This needs a transaction. Other rows are skipped, so the order of the locks does not matter.
+    This needs a transaction. Rows that are locked are skipped, so the order of the locks does not matter.
     """
     return list(rows.select_for_update(no_key=True, skip_locked=True, of=("self",))[:limit])
 
@@ -87,7 +87,7 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
 def _values_as_sql(
     rows: Sequence[models.Model], fields: Sequence[Any]
 ) -> tuple[dict[str, str], str, list[Any]]:
-    """Return SQL for the values of the columns, the source `v` of these values, and all parameters.
+    """Return SQL expressions for the column values, the SQL of their source `v`, and all parameters.
 
     A value that is equal in all rows is sent once.
     """
@@ -151,7 +151,7 @@ L = TypeVar("L", bound=LeasedRow)
 def claim(
     rows: "QuerySet[L]", owner: str, *, now: datetime, lease: float, limit: int | None = None
 ) -> list[L]:
-    """Lock up to `limit` unlocked rows and give them to `owner`, each with a new attempt. Return the rows.
+    """Lease up to `limit` unlocked rows to `owner`, each with a new attempt number. Return the rows.
 
     `lease` is in seconds. The caller saves `LEASE_COLUMNS`.
     """
@@ -165,7 +165,7 @@ def claim(
 def renew(
     leased: "QuerySet[L]", owner: str, ids: Sequence[UUID], *, now: datetime, lease: float
 ) -> dict[UUID, int]:
-    """Extend the leases of `owner` on `ids`; return the ids that `owner` still owns, with their fences.
+    """Extend the leases of `owner` on the rows `ids`; return the ids of rows still owned, with their fences.
 
     Pass only the ids of running attempts, so that all other leases expire. A locked row, whose progress or
     outcome is being written, is skipped: otherwise one blocked row would cost all others their leases.
@@ -179,7 +179,7 @@ def renew(
 
 
 def lock_owned_rows(leased: "QuerySet[L]", owner: str) -> list[L]:
-    """Lock the rows of `owner`, which is stopping, in the order of their ids; return the rows."""
+    """Lock and return the rows of `owner`, a process that is stopping, in the order of their ids."""
     return list(leased.filter(lease_owner=owner).order_by("pk").select_for_update(no_key=True))
 
 
@@ -212,6 +212,6 @@ def lock_attempt_rows(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> d
 
 
 def confirm(leased: "QuerySet[L]", attempt: Attempt) -> None:
-    """Raise LeaseLost if the attempt no longer owns its row. Lock and write nothing."""
+    """Check that the attempt still owns its row, without a lock. Raise LeaseLost if it does not."""
     if not leased.filter(pk=attempt[0], fence=attempt[1]).exists():
         raise LeaseLost(str(attempt[0]))

@@ -32,12 +32,12 @@ def with_request_id(identifier: str) -> Iterator[None]:
 
 
 def new_request_id(offered: str = "") -> str:
-    """Return the caller's own id if it is short and has only safe characters, otherwise a new id."""
+    """Return the request id that the caller offers if it is short and safe, otherwise a new id."""
     return offered if _REQUEST_ID_PATTERN.match(offered) else os.urandom(16).hex()
 
 
 class NoExpectedRefusals(logging.Filter):
-    """Drops the web framework's log lines for a 503 and a 404.
+    """Logging filter that drops the web framework's lines for responses 503 and 404.
 
     The code that raises a 503 logs the reason itself. A 404 concerns only the caller: the reference's pages
     poll routes that this product does not have.
@@ -48,7 +48,7 @@ class NoExpectedRefusals(logging.Filter):
 
 
 class RequestIdFilter(logging.Filter):
-    """Adds `request_id` to every record."""
+    """Logging filter that adds `request_id` to every record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = request_id.get()

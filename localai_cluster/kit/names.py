@@ -31,9 +31,9 @@ def key(name: str) -> str:
     """Return a key that is equal for names that a person cannot distinguish.
 
     The key is the name after NFKC, case folding, and the replacement of each non-ASCII character by the ASCII
-    text that it looks like, if any (Unicode TS 39): a Cyrillic letter that looks like `a` becomes `a`. ASCII
-    characters are never replaced: `gpu-l` and `gpu-1`, `m` and `rn` are different names, because operators
-    number their machines.
+    text that it looks like (Unicode TS 39): a Cyrillic letter that looks like `a` becomes `a`. ASCII
+    characters are never replaced: `gpu-l` and `gpu-1` are different names, because operators number their
+    machines.
     """
     folded = _fold_case(name)
     # A letter that was replaced may join an accent that follows it.
@@ -78,7 +78,7 @@ def to_single_line(text: str) -> str:
 
 
 def to_readable_text(text: str) -> str:
-    """Return a client's text for storage and display. Cut the middle of a long text; keep line breaks.
+    """Return an untrusted text for storage and display. Cut the middle of a long text; keep line breaks.
 
     The error is usually at the beginning, and an engine's last output at the end.
     """

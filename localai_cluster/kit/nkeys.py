@@ -49,7 +49,7 @@ def generate(role: Role) -> KeyPair:
 
 
 def from_seed(seed: str, role: Role) -> KeyPair:
-    """Return the key pair of a seed. Raise ValueError, without the seed, unless the seed is of `role`."""
+    """Return the key pair of a seed. Raise ValueError if the seed is invalid or of another role."""
     actual, raw = _decode_seed(seed)
     if actual != role:
         raise ValueError(f"a seed of the role {actual}, not {role}")
@@ -57,7 +57,7 @@ def from_seed(seed: str, role: Role) -> KeyPair:
 
 
 def derive(parent: KeyPair, role: Role, purpose: str) -> KeyPair:
-    """Derive the key pair of `role` for `purpose` from `parent`; the result is deterministic."""
+    """Derive a key pair of `role` from `parent`. The same parent and purpose always give the same pair."""
     message = f"localai-cluster {role} {purpose}".encode()
     return _key_pair_of(role, hmac.digest(_decode_seed(parent.seed)[1], message, "sha256"))
 

@@ -51,7 +51,7 @@ def is_outage(error: BaseException | None) -> bool:
 
 
 def _is_valkey_outage(error: BaseException | None) -> bool:
-    """Return True for an error of Valkey. The product runs without Valkey's wake-ups and counts."""
+    """Return True if the error means that Valkey is unreachable."""
     # Not every process imports its library, and only one that does has its errors.
     library = sys.modules.get("redis.exceptions")
     return library is not None and isinstance(error, (library.ConnectionError, library.TimeoutError))
@@ -71,10 +71,9 @@ class OneLineOutages(logging.Filter):
 
 
 class RepeatLimit(logging.Filter):
-    """Logging filter that limits the warnings of one kind per minute; fewer for outages.
+    """Logging filter that limits the warnings of one kind per minute, with a lower limit for outages.
 
-    A kind is a logger and its message before formatting. The next line that is logged has the number of
-    omitted lines.
+    A kind is a logger and its message before formatting. The next logged line states how many were omitted.
     """
 
     MAX_LINES, MAX_LINES_IN_OUTAGE = 60, 2
@@ -112,7 +111,7 @@ def _is_about_outage(record: logging.LogRecord) -> bool:
 def skip_during_outage(task: Callable[[], None]) -> Callable[[], None]:
     """Decorate a recurring task: an outage ends the run with one log line, without an error.
 
-    The next run does the work.
+    The next run of the task does the work.
     """
 
     @functools.wraps(task)

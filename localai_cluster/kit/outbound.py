@@ -32,7 +32,7 @@ from localai_cluster.kit import addresses, clock, names, untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 
 CONNECT_TIMEOUT, NEXT_ADDRESS_DELAY = 10.0, 2.0
-"""Seconds until a connection must be open, and after which the next address of a name is tried."""
+"""Seconds to wait for a connection, and for each but the last of several addresses of a name."""
 HEADERS_TIMEOUT = 60.0
 """Seconds until the headers of a response must have arrived."""
 STALL_TIMEOUT = 60.0
@@ -76,7 +76,7 @@ class SourceRefused(SourceError):
 
 
 class SourceMissing(SourceError):
-    """A source does not have the file (404, 410)."""
+    """The source does not have the file (404, 410)."""
 
     status = 404
     code = "source_missing"
@@ -199,7 +199,7 @@ class Outbound:
         length: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[SourceBody]:
-        """Yield `length` bytes of the file from `offset`, or the rest; see `body_of`. Raise SourceError."""
+        """Yield `length` bytes of the file from `offset`, or all bytes from there. Raise SourceError."""
         end = "" if length is None else str(offset + length - 1)
         ranges = {"Range": f"bytes={offset}-{end}"} if offset or length is not None else {}
         async with self.open(url, {**(headers or {}), **ranges}) as response:

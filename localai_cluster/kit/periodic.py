@@ -1,8 +1,8 @@
 """Schedules that code declares, stored as rows of django-q2.
 
-The admin shows the rows, and an operator can edit or pause them. `ensure_schedules` creates missing rows and corrects
-their functions; it keeps an operator's own timing or pause. The controller calls `enqueue_due_schedules` every second, because
-django-q2's own loop polls only every 30 s.
+The admin shows the rows, and an operator can edit or pause them. `ensure_schedules` creates missing rows and
+corrects their functions; it keeps an operator's own timing or pause. The controller calls
+`enqueue_due_schedules` every second, because django-q2's own loop polls only every 30 s.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.transactions import Lock, try_lock
 
 MAX_TASK_WAIT_SECONDS = 30.0
-"""Seconds after which a waiting task means that no process runs tasks."""
+"""Seconds that a task may wait in the queue. A longer wait means that no process runs tasks."""
 MAX_BACKLOG = 20
 """Number of waiting tasks at which the ticker stops adding tasks."""
 
 
 @dataclass(frozen=True)
 class RecurringTask:
-    """A recurring task. `cron` has six fields; the last one is the second."""
+    """The schedule of a task. `cron` has six fields; the last field is the second of the minute."""
 
     name: str
     function: str
@@ -51,7 +51,7 @@ def ensure_schedules(recurring: Iterable[RecurringTask]) -> None:
 
 
 def enqueue_due_schedules() -> None:
-    """Enqueue every schedule that is due. Row locks prevent that several tickers enqueue the same run.
+    """Enqueue every due schedule. Row locks prevent several processes from enqueuing the same run.
 
     While no process takes tasks off the queue, add at most `MAX_BACKLOG`: many runs of one task are useless.
     """

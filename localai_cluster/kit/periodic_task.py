@@ -42,7 +42,7 @@ class PeriodicTask:
         self._failures = 0
 
     def wake(self) -> None:
-        """Run the step soon."""
+        """Run the step as soon as the current step has ended."""
         self._woken.set()
 
     def stop(self) -> None:
@@ -116,7 +116,7 @@ class WorkPool(ABC, Generic[T]):
         """Run one item without raising an error. A failed item is due again when its claim expires."""
 
     def wake(self) -> None:
-        """Check for due items soon."""
+        """Check for due items without waiting for the next interval."""
         self._loop.wake()
 
     async def run(self) -> None:

@@ -86,7 +86,7 @@ def spawn(
     stdout: ChildStream = None,
     stderr: ChildStream = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start `argv` as the leader of a new session and group. Raise OSError if the start fails.
+    """Start `argv` as the leader of a new session and process group. Raise OSError if the start fails.
 
     `env` is the complete environment of the child; None means our own. With a reaper, add
     `ProcessReaper.env`.
@@ -128,8 +128,8 @@ class ProcessReaper:
 
     Put `env` into the environment of every child, call `add` directly after the child's start, and `discard`
     after its end. If the owner dies between start and `add`, the reaper finds the child by the mark in its
-    environment. If a reaper ends before the owner, another one replaces it; `replaced` gets the return code
-    of each ended reaper.
+    environment. A reaper that ends before the owner is replaced; the callback `replaced` gets its return
+    code.
     """
 
     def __init__(self, mark: str | None = None, *, replaced: Callable[[int], None] = lambda _: None) -> None:

@@ -27,7 +27,7 @@ _STOP_ITEM = "STOP"
 
 
 class _TaskTimer:
-    """The seconds that remain for the running task; django-q2's worker sets them.
+    """The seconds that remain for the running task. django-q2's worker sets them as it would a shared value.
 
     At zero the process ends and prints the tracebacks of all threads; the worker sets three seconds more than
     its own limit. A thread of the C library ends the process, so a task that holds the interpreter is ended
@@ -63,7 +63,7 @@ class TaskRunner:
         self._results: Any = Queue()
 
     def stop(self) -> None:
-        """Take no more tasks; let the running task end. Safe in a signal handler and from any thread."""
+        """Stop taking tasks, and let the running task end. Safe in a signal handler and from any thread."""
         self._is_stopping = True
 
     def is_set(self) -> bool:

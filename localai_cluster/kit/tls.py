@@ -24,9 +24,9 @@ class WrongTlsFile(ValueError):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Names of PEM files; "" for none. `ca` verifies the peer, `certificate` and `key` authenticate us.
+    """Names of PEM files. `ca` verifies the peer; `certificate` and `key` authenticate this process.
 
-    Without `ca`, the system's CAs verify the peer.
+    An empty name stands for no file. Without `ca`, the system's CAs verify the peer.
     """
 
     ca: str = ""

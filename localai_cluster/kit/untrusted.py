@@ -1,4 +1,4 @@
-"""Data from outside: JSON of the network, YAML and files that somebody else wrote.
+"""Safe reading of untrusted JSON, YAML and files.
 
 `json_problem` limits depth and size of JSON before it is parsed. A parser builds an object for every level
 and keeps all of them while it descends, so a few megabytes of brackets become hundreds. The scan counts
@@ -99,10 +99,13 @@ class InvalidYAML(ValueError):
 
 
 class LocatedErrors:
-    """Mixin for loaders: an error in a value becomes a YAMLError with the value's line."""
+    """Mixin for YAML loaders: an error in a value becomes a YAMLError with the value's line."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Construct one node. Raise YAMLError for a value that Python cannot represent."""
+        """Convert one YAML node to a Python value.
+
+        Raise YAMLError for a value that Python cannot represent.
+        """
         try:
             return super().construct_object(node, deep)  # type: ignore[misc]
         except (yaml.YAMLError, RecursionError):
@@ -118,12 +121,15 @@ def load_yaml(text: str | bytes, loader: Any) -> Any:
 
 
 def compose_yaml(text: str | bytes, loader: Any) -> Any:
-    """Return the nodes of the document, with line and column; None if it is empty. Raise InvalidYAML."""
+    """Return the root node of the YAML document (with lines and columns); None if empty.
+
+    Raise InvalidYAML.
+    """
     return _read_yaml(yaml.compose, text, loader)
 
 
 def compose_and_load_yaml(text: str | bytes, loader: Any) -> tuple[Any, Any]:
-    """Return the document's nodes and its value; read the text once. Raise InvalidYAML."""
+    """Return the root node and the value of a YAML document, which is read once. Raise InvalidYAML."""
 
     def read(text: str | bytes, *, Loader: Any) -> tuple[Any, Any]:
         reader = Loader(text)
@@ -152,7 +158,7 @@ def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return the error's text, or its type, on one line, shortened and encodable."""
+    """Return the text of a YAML error, or its type, on one short line that can be encoded as UTF-8."""
 
     text = str(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
@@ -245,7 +251,7 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
         self._level, self._left = 0, MAX_YAML_VALUES
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node. Raise YAMLError if it is nested too deeply or there are too many."""
+        """Read one YAML node. Raise YAMLError if it is nested too deeply, or if there are too many nodes."""
         self._level += 1
         self._count_nodes(1)
         if self._level > MAX_LEVELS:
@@ -255,7 +261,7 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
         return node
 
     def flatten_mapping(self, node: Any) -> None:
-        """Apply the merges of a mapping. Raise YAMLError if they copy too many values."""
+        """Apply the merges (`<<`) of a mapping. Raise YAMLError if they copy too many values."""
         for merged in _merged_mappings(node):
             self.flatten_mapping(merged)
             self._count_nodes(2 * len(merged.value))
@@ -271,7 +277,7 @@ class PlainLoader(BoundedLoader):
     """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node. Raise YAMLError for an alias."""
+        """Read one YAML node. Raise YAMLError for an alias."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not accepted")
         return super().compose_node(parent, index)

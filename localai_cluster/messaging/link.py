@@ -159,10 +159,7 @@ def is_auth_error(error: Exception) -> bool:
 
 
 async def ignore_loss(step: Coroutine[Any, Any, object]) -> None:
-    """Run one step on a connection that may be closing; ignore the loss of the connection.
-
-    The next connection repeats the step.
-    """
+    """Run one step on a connection. Ignore the loss of the connection: the next one repeats the step."""
     try:
         async with asyncio.timeout(FLUSH_TIMEOUT_SECONDS):
             await step

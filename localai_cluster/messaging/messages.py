@@ -111,7 +111,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class InstallRequest:
-    """`backend.install`; `backend_galleries` is a JSON list inside a string and replaces the worker's own.
+    """The request of `backend.install`. `backend_galleries` (a JSON list as text) replaces the worker's own.
 
     Extensions: with `install_only` the worker installs the files and starts no process; `gpus` are the only
     GPUs that the process may see, in their order, each by its UUID or else its index.

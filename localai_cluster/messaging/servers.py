@@ -133,9 +133,9 @@ def account_token(operator: KeyPair, account: str, name: str, *, now: float) -> 
 
 
 def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], *, now: float) -> str:
-    """Sign the account's JWT `current` again, with exactly these revocations (user -> time).
+    """Sign the account's JWT `current` again, with `revoked` (time by user) as its only revocations.
 
-    All other claims of `current` stay.
+    All other claims stay unchanged.
     """
     claims = nkeys.claims_of(current, nkeys.MAX_ACCOUNT_TOKEN_LENGTH)
     nats = {**claims["nats"], "revocations": dict(revoked)}

@@ -351,7 +351,7 @@ class EngineSupervisor:
         for pipe in engine.output:
             pipe.transport.close()
         self._append_note(engine, f"[engine ended: {_describe_exit(engine)}]")
-        self.rings.ended(engine.key)
+        self.rings.mark_ended(engine.key)
         self.reaper.discard(process.pid)
         self.ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]

@@ -295,8 +295,8 @@ class Installer:
         if not source.location.startswith(("http://", "https://", gallery_index.CLUSTER_PREFIX)):
             raise InstallFailed(
                 f"{gallery_index.public_url(source.location)} is not a source that this worker knows: use a"
-                f" folder, {', '.join(ARCHIVE_SUFFIXES)} as a file or over http:// or https://, or an image as"
-                " oci://"
+                f" folder, {', '.join(ARCHIVE_SUFFIXES)} as a file or over http:// or https://, or an image"
+                " as oci://"
             )
         if archive_stem(source.file_name) is None:
             raise InstallFailed(

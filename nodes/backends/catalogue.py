@@ -414,7 +414,7 @@ def _entry(
 
 NO_GPU = "default"
 """The capability of a machine without a usable GPU; every cluster may have such machines."""
-_MEANINGS: Mapping[str, tuple[str, str]] = {
+_MODALITY_AND_USE_CASE_BY_TAG: Mapping[str, tuple[str, str]] = {
     "text-to-text": ("text", "chat"),
     "llm": ("text", "chat"),
     "embeddings": ("embeddings", "embeddings"),
@@ -497,4 +497,4 @@ def use_cases(tags: Iterable[str]) -> list[str]:
 
 def _meanings_of(tags: Iterable[str]) -> Iterable[tuple[str, str]]:
     normalized = (tag.strip().lower().replace("_", "-").replace(" ", "-") for tag in tags)
-    return (_MEANINGS[tag] for tag in normalized if tag in _MEANINGS)
+    return (_MODALITY_AND_USE_CASE_BY_TAG[tag] for tag in normalized if tag in _MODALITY_AND_USE_CASE_BY_TAG)
