@@ -186,7 +186,7 @@ class DocsView(SpectacularSwaggerView):
         if "text/html" in self.request.headers.get("accept", "") and (first := _redirect_target(exc)):
             return HttpResponseRedirect(f"{first}?{urlencode({'next': self.request.get_full_path()})}")
         refusal = exception_handler(exc, {"view": self})
-        return _as_json(refusal) if refusal is not None else super().handle_exception(exc)
+        return _render_as_json(refusal) if refusal is not None else super().handle_exception(exc)
 
 
 def _redirect_target(exc: Exception) -> str:
@@ -195,7 +195,7 @@ def _redirect_target(exc: Exception) -> str:
     return settings.LOGIN_URL if isinstance(exc, exceptions.NotAuthenticated) else ""
 
 
-def _as_json(refusal: Response) -> HttpResponseBase:
+def _render_as_json(refusal: Response) -> HttpResponseBase:
     answer = JsonResponse(refusal.data, status=refusal.status_code)
     if refusal.status_code == 401:
         answer["WWW-Authenticate"] = BEARER_CHALLENGE
@@ -207,15 +207,15 @@ _RETRY_AFTER_HEADER: Operation = {
 }
 
 
-_TOO_MANY_KEYS = "Too many wrong API keys from this address; Retry-After says when to come back."
-_HEADERS: dict[str, Operation] = {
+_TOO_MANY_KEYS_TEXT = "Too many wrong API keys from this address; Retry-After says when to come back."
+_HEADERS_BY_STATUS: dict[str, Operation] = {
     "401": {"WWW-Authenticate": {"schema": {"type": "string", "enum": ["Bearer"]}, "required": True}},
     "429": _RETRY_AFTER_HEADER,
     "503": _RETRY_AFTER_HEADER,
 }
 
 
-OPERATIONS_SOCKET: Operation = {
+OPERATIONS_SOCKET_OPERATION: Operation = {
     "operationId": "ws_operations",
     "tags": ["operations"],
     "summary": "Subscribe to operations (WebSocket)",
@@ -246,8 +246,8 @@ OPERATIONS_SOCKET: Operation = {
 }
 
 
-_SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}, {"session": []}]
-_MEANINGS = {
+_DEFAULT_SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}, {"session": []}]
+_MEANING_BY_STATUS = {
     400: "The request is not valid; `param` names the field.",
     401: "A valid API key is required, or the session of a signed-in browser.",
     403: "Of a session: no CSRF token, another site asks, or the password has to be changed first. Of a"
@@ -261,42 +261,44 @@ _MEANINGS = {
     502: "A source of models cannot be read; the message has its own words.",
     503: "Not possible right now; Retry-After says when to come back.",
 }
-_PARAMETERS = {
+_PARAMETER_DESCRIPTIONS = {
     "model": "The name, which may have a `/` in it, escaped or not.",
     "response_id": "The id of a response, such as `resp_…`.",
     "digest": "`sha256:` and the hash of a file.",
 }
 """Descriptions of path parameters, by parameter name."""
-_BYTES: Operation = {"type": "string", "format": "binary"}
+_BYTES_SCHEMA: Operation = {"type": "string", "format": "binary"}
 
 
 def error_answers(*statuses: int, body: type[wire.ResponseBody] = wire.ErrorBody) -> dict[str, Operation]:
     """Return the error responses for these statuses; `body` is the schema of the dialect's envelope."""
     content = json_body(response_schema_of(body))
-    return {str(status): {"description": _MEANINGS[status], "content": content} for status in statuses}
+    return {
+        str(status): {"description": _MEANING_BY_STATUS[status], "content": content} for status in statuses
+    }
 
 
 def inference_operations() -> list[tuple[str, str, Operation]]:
     """Return the method, path and OpenAPI operation of every inference route."""
     return [
-        (route.method, path, _operation(path, route))
+        (route.method, path, _inference_operation(path, route))
         for path, main in inference.ROUTES.items()
         for route in (main, *main.other_methods)
     ]
 
 
-def _operation(path: str, route: inference.Route) -> Operation:
+def _inference_operation(path: str, route: inference.Route) -> Operation:
     has_other_path = f"/v1{path}" in inference.ROUTES
     content: Operation = {}
     if route.response is not None:
         content |= json_body(response_schema_of(route.response))
     for kind in route.other_kinds:
-        content[kind] = {"schema": {"type": "string"} if route.response is not None else _BYTES}
+        content[kind] = {"schema": {"type": "string"} if route.response is not None else _BYTES_SCHEMA}
     operation: Operation = {
         "operationId": route.name + ("_without_prefix" if has_other_path else ""),
         "tags": ["inference"],
         "summary": route.summary,
-        "security": _SECURITY,
+        "security": _DEFAULT_SECURITY,
         "responses": {
             "200": {"description": route.response_meaning, "content": content},
             **error_answers(*route.errors, body=route.envelope.body),
@@ -304,35 +306,35 @@ def _operation(path: str, route: inference.Route) -> Operation:
     }
     if route.description:
         operation["description"] = route.description
-    for name, meaning in _PARAMETERS.items():
+    for name, meaning in _PARAMETER_DESCRIPTIONS.items():
         if f"{{{name}}}" in path:
             required = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [required | {"description": meaning}]
     if route.body is not None:
         schema = schema_of(route.body)
-        body = {FORM_TYPE: {"schema": _form(schema)}} if route.has_form else json_body(schema)
+        body = {FORM_TYPE: {"schema": _form_schema(schema)}} if route.has_form else json_body(schema)
         operation["requestBody"] = {"required": True, "content": body}
     return operation
 
 
-def _form(schema: Operation) -> Operation:
+def _form_schema(schema: Operation) -> Operation:
     """Return the schema of a form with a file. Clients append `[]` to the name of a repeated field."""
     properties = dict(schema["properties"])
     properties[audio.REPEATABLE_FIELD + "[]"] = properties.pop(audio.REPEATABLE_FIELD)
-    return {**schema, "required": ["file", "model"], "properties": {"file": _BYTES, **properties}}
+    return {**schema, "required": ["file", "model"], "properties": {"file": _BYTES_SCHEMA, **properties}}
 
 
-_CHECKS = {"type": "object", "additionalProperties": {"type": "string"}}
+_CHECKS_SCHEMA = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
-_READINESS = {
+_READINESS_SCHEMA = {
     "type": "object",
     "required": ["status", "checks"],
-    "properties": {"status": {"type": "string", "enum": ["ready", "not ready"]}, "checks": _CHECKS},
+    "properties": {"status": {"type": "string", "enum": ["ready", "not ready"]}, "checks": _CHECKS_SCHEMA},
 }
 
 
-HEALTHZ: Operation = {
+HEALTHZ_OPERATION: Operation = {
     "operationId": "healthz",
     "tags": ["health"],
     "summary": "Check that the web process is alive",
@@ -341,22 +343,22 @@ HEALTHZ: Operation = {
 }
 
 
-READYZ: Operation = {
+READYZ_OPERATION: Operation = {
     "operationId": "readyz",
     "tags": ["health"],
     "summary": "Check that the web process is ready",
     "security": [],
     "responses": {
-        "200": {"description": "Ready.", "content": json_body(_READINESS)},
+        "200": {"description": "Ready.", "content": json_body(_READINESS_SCHEMA)},
         "503": {
             "description": "Not ready; the checks say what is missing.",
-            "content": json_body(_READINESS),
+            "content": json_body(_READINESS_SCHEMA),
         },
     },
 }
 
 
-METRICS: Operation = {
+METRICS_OPERATION: Operation = {
     "operationId": "metrics",
     "tags": ["health"],
     "summary": "Read the figures for Prometheus",
@@ -375,7 +377,7 @@ METRICS: Operation = {
 }
 
 
-NODE_METRICS: Operation = METRICS | {
+NODE_METRICS_OPERATION: Operation = METRICS_OPERATION | {
     "operationId": "metrics_nodes",
     "summary": "Read the figures of single nodes and GPUs for Prometheus",
     "description": "Of all web processes alike: scrape one of them. The bearer is that of `/metrics`.",
@@ -383,20 +385,20 @@ NODE_METRICS: Operation = METRICS | {
 
 
 RAW_ROUTES: list[RawRoute] = [
-    ("GET", "/healthz", HEALTHZ),
-    ("GET", "/readyz", READYZ),
-    ("GET", "/metrics", METRICS),
-    ("GET", "/metrics/nodes", NODE_METRICS),
-    ("GET", "/ws/operations", OPERATIONS_SOCKET),
+    ("GET", "/healthz", HEALTHZ_OPERATION),
+    ("GET", "/readyz", READYZ_OPERATION),
+    ("GET", "/metrics", METRICS_OPERATION),
+    ("GET", "/metrics/nodes", NODE_METRICS_OPERATION),
+    ("GET", "/ws/operations", OPERATIONS_SOCKET_OPERATION),
     ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
     ("GET", "/api/node/{node_id}/gallery/{file}", GALLERY),
 ]
 
 
-Endpoint = tuple[str, str, str, Any]
+ViewEndpoint = tuple[str, str, str, Any]
 
 
-def describe_views(endpoints: list[Endpoint]) -> list[Endpoint]:
+def describe_views(endpoints: list[ViewEndpoint]) -> list[ViewEndpoint]:
     """Apply the descriptions that views have registered; a preprocessing hook of drf-spectacular.
 
     Also add the route of the document itself, which imports this module only when it is requested, and the
@@ -432,31 +434,31 @@ def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public:
         result["paths"].setdefault(path, {})[method.lower()] = operation
     for methods in result["paths"].values():
         for operation in methods.values():
-            _add_wrong_keys(operation)
-            _add_headers(operation["responses"])
+            _add_wrong_key_response(operation)
+            _add_error_headers(operation["responses"])
     result["paths"] = dict(sorted(result["paths"].items()))
     return result
 
 
-def _add_wrong_keys(operation: Operation) -> None:
+def _add_wrong_key_response(operation: Operation) -> None:
     """Add the 429 of routes that accept API keys, in the envelope of the route's 503."""
     responses = operation["responses"]
     if {"apiKey": []} in operation.get("security", ()) and "401" in responses and "429" not in responses:
         media = responses["503"]["content"]["application/json"]
         content: Operation = {"schema": media["schema"]}
         for example in media.get("examples", {}).values():
-            content["examples"] = {"refused 429": {"value": _too_many(example["value"])}}
-        responses["429"] = {"description": _TOO_MANY_KEYS, "content": {"application/json": content}}
+            content["examples"] = {"refused 429": {"value": _too_many_example(example["value"])}}
+        responses["429"] = {"description": _TOO_MANY_KEYS_TEXT, "content": {"application/json": content}}
 
 
-def _too_many(refusal: Operation) -> Operation:
+def _too_many_example(refusal: Operation) -> Operation:
     """Return the example of another error, changed to the error 429."""
     error, message = refusal["error"], "too many failed API keys from this address; try again later"
     return {"error": {**error, "code": 429, "message": message} if isinstance(error, dict) else message}
 
 
-def _add_headers(responses: dict[str, Any]) -> None:
+def _add_error_headers(responses: dict[str, Any]) -> None:
     """Add the headers of error responses: WWW-Authenticate to 401, Retry-After to 429 and 503."""
-    for status, headers in _HEADERS.items():
+    for status, headers in _HEADERS_BY_STATUS.items():
         if status in responses:
             responses[status]["headers"] = headers

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from localai_cluster.edge import Edge
 
 
-def _application() -> "Edge":
+def _create_application() -> "Edge":
     django = get_asgi_application()
     # It imports models, which need Django set up.
     from localai_cluster.edge import Edge
@@ -18,4 +18,4 @@ def _application() -> "Edge":
 
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
-application = _application()
+application = _create_application()

@@ -62,9 +62,9 @@ def count_tasks() -> None:
     """Count each task that ends in this process as a pass, in the metrics."""
     for module in ("nodes.reconcilers.tasks", "operations.reconcilers.tasks"):
         import_module(module)
-    post_execute.connect(_count)
+    post_execute.connect(_record_pass)
 
 
-def _count(sender: Any, task: dict[str, Any], **more: Any) -> None:
+def _record_pass(sender: Any, task: dict[str, Any], **more: Any) -> None:
     name = str(get_func_repr(task["func"])).rpartition(".")[2]
     passes.record_pass(name, (task["stopped"] - task["started"]).total_seconds(), ok=bool(task["success"]))

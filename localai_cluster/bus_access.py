@@ -14,39 +14,41 @@ from localai_cluster.messaging.servers import Credentials, Servers, mint_service
 
 
 @lru_cache(maxsize=8)
-def _key(seed: str, role: Role) -> KeyPair:
+def _key_pair(seed: str, role: Role) -> KeyPair:
     return nkeys.from_seed(seed, role)
 
 
-def account() -> KeyPair:
+def account_key() -> KeyPair:
     """Return the cluster account's key pair on the bus. Raise ValueError if no seed is set.
 
     `manage.py check` reports a missing seed.
     """
-    return _key(conf.cluster().nats_account_seed, "account")
+    return _key_pair(conf.cluster().nats_account_seed, "account")
 
 
-def operator() -> KeyPair | None:
+def operator_key() -> KeyPair | None:
     """Return the key pair of the bus operator; None unless its seed and the system account's seed are set."""
     cluster = conf.cluster()
     has_keys = cluster.nats_operator_seed and cluster.nats_system_seed
-    return _key(cluster.nats_operator_seed, "operator") if has_keys else None
+    return _key_pair(cluster.nats_operator_seed, "operator") if has_keys else None
 
 
-def service(name: str) -> Servers:
+def service_servers(name: str) -> Servers:
     """Return the servers, with the credentials that a server process connects with."""
     cluster = conf.cluster()
     if cluster.nats_service_jwt:
         credentials = Credentials.of(cluster.nats_service_jwt, cluster.nats_service_seed)
     else:
-        credentials = mint_service(account(), name, now=clock.now().timestamp())
+        credentials = mint_service(account_key(), name, now=clock.now().timestamp())
     return replace(parse_url(cluster.nats_url), credentials=credentials, tls=cluster.nats_tls)
 
 
-def system(name: str) -> Servers:
+def system_account_servers(name: str) -> Servers:
     """Return the servers, with credentials of the system account. The system account's seed must be set."""
     cluster = conf.cluster()
-    credentials = mint_service(_key(cluster.nats_system_seed, "account"), name, now=clock.now().timestamp())
+    credentials = mint_service(
+        _key_pair(cluster.nats_system_seed, "account"), name, now=clock.now().timestamp()
+    )
     return replace(parse_url(cluster.nats_url), credentials=credentials, tls=cluster.nats_tls)
 
 

@@ -7,10 +7,10 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 
 from localai_cluster.kit import conf
-from localai_cluster.kit.env import weak_secret
+from localai_cluster.kit.env import is_weak_secret
 from localai_cluster.messaging.servers import Credentials
 
-_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+_LOOPBACK_HOSTS = {"127.0.0.1", "::1", "localhost"}
 
 
 @register(Tags.security)
@@ -55,7 +55,7 @@ def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         "LOCALAI_NATS_URL": (cluster.nats_url, ("nats", "tls")),
         "CLUSTER_WORKER_NATS_URL": (cluster.worker_nats_url, ("nats", "tls")),
     }
-    wrong = {name: _problem_of(url, schemes) for name, (url, schemes) in urls.items() if url}
+    wrong = {name: _url_problem(url, schemes) for name, (url, schemes) in urls.items() if url}
     return [
         Error(f"{name} {reason}.", hint=f"See docs/configuration.md, {name}.", id="cluster.E003")
         for name, reason in wrong.items()
@@ -63,7 +63,7 @@ def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     ]
 
 
-def _problem_of(url: str, schemes: tuple[str, ...]) -> str:
+def _url_problem(url: str, schemes: tuple[str, ...]) -> str:
     # The URL is not repeated, since it may contain a password.
     parts = urlsplit(url.split(",")[0])
     if parts.scheme not in schemes:
@@ -81,7 +81,7 @@ def _problem_of(url: str, schemes: tuple[str, ...]) -> str:
 def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """Report cluster.E004: HOST exposes the cluster to other machines while a secret is weak."""
     cluster = conf.cluster()
-    if cluster.host in _LOOPBACK:
+    if cluster.host in _LOOPBACK_HOSTS:
         return []
     secrets = {
         "LOCALAI_REGISTRATION_TOKEN": [cluster.registration_token],
@@ -96,7 +96,7 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             id="cluster.E004",
         )
         for name, values in secrets.items()
-        if any(value and weak_secret(value) for value in values)
+        if any(value and is_weak_secret(value) for value in values)
     ]
 
 

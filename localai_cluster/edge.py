@@ -43,24 +43,24 @@ from operations.changes import topics as operations
 
 logger = logging.getLogger(__name__)
 
-_operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
-_feed: Any = LiveSocket.as_asgi(
+_operations_socket: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
+_feed_socket: Any = LiveSocket.as_asgi(
     topics=(operations.grouped_changes, nodes.node_messages, nodes.alive_messages),
     greeting=nodes.hello_message,
     explains=True,
 )
-_logs: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
-_unknown: Any = NoSuchSocket.as_asgi()
+_logs_socket: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
+_unknown_socket: Any = NoSuchSocket.as_asgi()
 
 websocket_application: Any = CookieMiddleware(
     SessionMiddleware(
         PrincipalMiddleware(
             URLRouter(
                 [
-                    re_path(r"^ws/operations/?$", _operations),
-                    re_path(r"^ws/feed/?$", _feed),
-                    re_path(r"^ws/nodes/(?P<node_id>[^/]+)/backend-logs/(?P<model>.+)$", _logs),
-                    re_path(r"", _unknown),
+                    re_path(r"^ws/operations/?$", _operations_socket),
+                    re_path(r"^ws/feed/?$", _feed_socket),
+                    re_path(r"^ws/nodes/(?P<node_id>[^/]+)/backend-logs/(?P<model>.+)$", _logs_socket),
+                    re_path(r"", _unknown_socket),
                 ]
             )
         )
@@ -84,11 +84,13 @@ ROUTES: tuple[RawRoute, ...] = (
         for endpoint in (route.endpoint,)
         for method in (route.method, *endpoint.other_methods)
     ),
-    RawRoute("GET", scraping.PATH, scraping.MetricsApplication("web", scraping.RowReader())),
+    RawRoute("GET", scraping.METRICS_PATH, scraping.MetricsApplication("web", scraping.RowReader())),
     RawRoute(
         "GET",
-        scraping.NODES_PATH,
-        scraping.MetricsApplication("", scraping.RowReader(scraping.read_nodes), scraping.NODES_PATH),
+        scraping.NODE_METRICS_PATH,
+        scraping.MetricsApplication(
+            "", scraping.RowReader(scraping.read_node_metrics), scraping.NODE_METRICS_PATH
+        ),
     ),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
@@ -125,11 +127,11 @@ _PATHS_WITH_SLASH = (
     "/backend/",
     "/backends/",
 )
-_REQUEST_ID, _CORRELATION_ID = b"x-request-id", b"x-correlation-id"
+_REQUEST_ID_HEADER, _CORRELATION_ID_HEADER = b"x-request-id", b"x-correlation-id"
 
-_EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}
+_APP_BY_PATH = {route.path: route.app for route in ROUTES if "{" not in route.path}
 # A model's name may contain `/`.
-_PATTERNS = [
+_PATTERNS_AND_APPS = [
     (re.compile(re.sub(r"\{[^/}]+\}", "[^/]+", route.path.replace("{model}", ".+"))), route.app)
     for route in ROUTES
     if "{" in route.path
@@ -141,9 +143,9 @@ def find_route(path: str) -> Any | None:
 
     All of `/v1` is inference: an application refuses unknown paths there in the client's dialect.
     """
-    app = _EXACT.get(path)
+    app = _APP_BY_PATH.get(path)
     if app is None:
-        app = next((app for pattern, app in _PATTERNS if pattern.fullmatch(path)), None)
+        app = next((app for pattern, app in _PATTERNS_AND_APPS if pattern.fullmatch(path)), None)
     return inference.refuse_unknown if app is None and path.startswith("/v1/") else app
 
 
@@ -162,28 +164,31 @@ class Edge:
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         """Serve one connection or request."""
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await _run_lifespan(receive, send)
             return
         set_request_id(scope)
         scope = strip_slash(scope)
         if scope["type"] == "websocket":
             await websocket_application(scope, receive, send)
         else:
-            await self._http(scope, receive, send)
+            await self._serve_http(scope, receive, send)
 
-    async def _http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        began, answer = clock.monotonic(), _Tagged(send, logs.request_id.get().encode(), scope["path"])
+    async def _serve_http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
+        began, answer = (
+            clock.monotonic(),
+            _HeaderAddingSend(send, logs.request_id.get().encode(), scope["path"]),
+        )
         app: Any = find_route(scope["path"]) or self._django
         refused = app.render_error if isinstance(app, Endpoint) else wire.error_answer
         origin = _allowed_origin(scope) if isinstance(app, Endpoint) else b""
         if origin:
             answer.add(_cors_headers(origin))
         try:
-            if origin and (preflight := _preflight(scope, app.methods)) is not None:
+            if origin and (preflight := _preflight_response(scope, app.methods)) is not None:
                 await wire.send_answer(answer, preflight)
                 return
             if self.stopping:
-                await wire.send_answer(answer, refused(_STOPPING))
+                await wire.send_answer(answer, refused(_STOPPING_ERROR))
                 return
             await app(scope, receive, answer)
         except Unavailable as error:
@@ -192,30 +197,30 @@ class Edge:
         except Exception:
             logger.exception("%s %r failed", scope["method"], scope["path"])
             if not answer.status:
-                await wire.send_answer(answer, refused(_FAILED))
+                await wire.send_answer(answer, refused(_INTERNAL_ERROR))
         finally:
             metrics.request_ended(
                 scope["path"], answer.status or metrics.CLIENT_LEFT, clock.monotonic() - began
             )
 
 
-_FAILED = ClusterError("internal error")
-_STOPPING = Unavailable("this web process is stopping", retry_after=1)
+_INTERNAL_ERROR = ClusterError("internal error")
+_STOPPING_ERROR = Unavailable("this web process is stopping", retry_after=1)
 
 
 _DEFAULT_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
-_DEFAULT_HEADERS_OF_FILES = ((b"x-content-type-options", b"nosniff"),)
+_DEFAULT_FILE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 """Default headers of static files. A browser may cache and revalidate them."""
 
 
-class _Tagged:
+class _HeaderAddingSend:
     """A `send` callable that adds the request's id and the default headers. `status` is 0 at first."""
 
     __slots__ = ("_added", "_id", "_send", "status")
 
     def __init__(self, send: wire.Send, identifier: bytes, path: str) -> None:
         self._send = send
-        self._added = _DEFAULT_HEADERS_OF_FILES if path.startswith(settings.STATIC_URL) else _DEFAULT_HEADERS
+        self._added = _DEFAULT_FILE_HEADERS if path.startswith(settings.STATIC_URL) else _DEFAULT_HEADERS
         self._id = identifier
         self.status = 0
 
@@ -226,7 +231,11 @@ class _Tagged:
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = [*message.get("headers", ()), (_REQUEST_ID, self._id), (_CORRELATION_ID, self._id)]
+            headers = [
+                *message.get("headers", ()),
+                (_REQUEST_ID_HEADER, self._id),
+                (_CORRELATION_ID_HEADER, self._id),
+            ]
             names = {name.lower() for name, _ in headers}
             headers += [header for header in self._added if header[0] not in names]
             message = {**message, "headers": headers}
@@ -237,7 +246,7 @@ def set_request_id(scope: wire.Scope) -> None:
     """Set the request's id in the logging context: the caller's own id if it is safe, otherwise a new id."""
     offered = b""
     for name, value in scope["headers"]:
-        if name in (_REQUEST_ID, _CORRELATION_ID):
+        if name in (_REQUEST_ID_HEADER, _CORRELATION_ID_HEADER):
             offered = value
     logs.request_id.set(logs.new_request_id(offered.decode("latin-1")))
 
@@ -252,7 +261,7 @@ def strip_slash(scope: wire.Scope) -> wire.Scope:
     return {**scope, "path": path[:-1], "raw_path": raw[:-1]}
 
 
-async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:
+async def _run_lifespan(receive: wire.Receive, send: wire.Send) -> None:
     """Start and stop the gateway, for servers that support lifespan; daphne does not."""
     while True:
         message = await receive()
@@ -265,12 +274,12 @@ async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:
             return
 
 
-_CORS_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(?:, ?[A-Za-z0-9_-]{1,64}){0,63}")
-_CORS_EXPOSED = (
+_CORS_HEADER_NAMES_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}(?:, ?[A-Za-z0-9_-]{1,64}){0,63}")
+_CORS_EXPOSE_HEADERS = (
     b"access-control-expose-headers",
     b"x-request-id, x-correlation-id, x-localai-node, retry-after",
 )
-_CORS_KEPT_FOR = (b"access-control-max-age", b"600")
+_CORS_MAX_AGE_HEADER = (b"access-control-max-age", b"600")
 
 
 def _allowed_origin(scope: wire.Scope) -> bytes:
@@ -284,10 +293,10 @@ def _allowed_origin(scope: wire.Scope) -> bytes:
 
 def _cors_headers(origin: bytes) -> tuple[wire.Header, ...]:
     """Return the CORS headers of a response to a page of this allowed origin."""
-    return ((b"access-control-allow-origin", origin), (b"vary", b"Origin"), _CORS_EXPOSED)
+    return ((b"access-control-allow-origin", origin), (b"vary", b"Origin"), _CORS_EXPOSE_HEADERS)
 
 
-def _preflight(scope: wire.Scope, methods: str) -> wire.Answer | None:
+def _preflight_response(scope: wire.Scope, methods: str) -> wire.Answer | None:
     """Return the response to a CORS preflight; None for any other request.
 
     `methods` are the methods of the route, separated by commas.
@@ -296,7 +305,7 @@ def _preflight(scope: wire.Scope, methods: str) -> wire.Answer | None:
     if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
         return None
     wanted: bytes = headers.get(b"access-control-request-headers", b"")
-    allowed = [(b"access-control-allow-methods", methods.encode()), _CORS_KEPT_FOR]
-    if _CORS_NAMES.fullmatch(wanted.decode("latin-1")):
+    allowed = [(b"access-control-allow-methods", methods.encode()), _CORS_MAX_AGE_HEADER]
+    if _CORS_HEADER_NAMES_PATTERN.fullmatch(wanted.decode("latin-1")):
         allowed.append((b"access-control-allow-headers", wanted))
     return wire.Answer(b"", headers=tuple(allowed), kind=b"text/plain")

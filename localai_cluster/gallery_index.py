@@ -24,24 +24,24 @@ from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import references
 
 FETCH_TIMEOUT = 120.0
-INDEX_LIMIT = 16 * 1024 * 1024
-MAX_ENTRIES, MAX_TEXTS, MAX_TEXT_LENGTH = 10_000, 100, 16 * 1024
+MAX_INDEX_BYTES = 16 * 1024 * 1024
+MAX_ENTRIES, MAX_TEXTS_PER_FIELD, MAX_TEXT_LENGTH = 10_000, 100, 16 * 1024
 """Limits per index, per field and per text: YAML aliases can multiply data."""
-_MAX_BITS = 1024
+_MAX_NUMBER_BITS = 1024
 """Maximum bits of a whole number that is converted to text, such as a version."""
 
-SMALL_VRAM = 4 * 2**30
+SMALL_VRAM_BYTES = 4 * 2**30
 """Bytes of GPU memory up to which a machine gets the builds for machines without a GPU."""
 GITHUB_URL = "https://raw.githubusercontent.com"
 """Default base URL of the files that `github:` addresses name."""
-_GITHUB = re.compile(r"github:(?://)?([\w.-]+)/([\w.-]+)/([^@?#\s]+)(?:@([\w./-]+))?", re.ASCII)
-_REF_LIMIT = 1024
+_GITHUB_URL_PATTERN = re.compile(r"github:(?://)?([\w.-]+)/([\w.-]+)/([^@?#\s]+)(?:@([\w./-]+))?", re.ASCII)
+_MAX_REF_BYTES = 1024
 """Maximum bytes of a `.ref` file, which holds the name of an index."""
 CLUSTER_PREFIX = "cluster:"
 """Prefix of a URL of the control plane's own gallery."""
-SUFFIXES = (".tar", ".tar.gz", ".tgz")
+ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 """File name suffixes of archives."""
-_SERVED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+_SERVED_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 ResolvePath = Callable[[Path], Path]
 """Resolves a local path; raises ValueError for one that must not be read."""
@@ -56,8 +56,8 @@ class WebClient(Protocol):
         """Open a response."""
 
 
-ReadServed = Callable[[str], Awaitable[bytes]]
-"""Reads a file of the control plane's own gallery, at most `INDEX_LIMIT` bytes.
+ReadServedFile = Callable[[str], Awaitable[bytes]]
+"""Reads a file of the control plane's own gallery, at most `MAX_INDEX_BYTES` bytes.
 
 Raises ValueError or OSError.
 """
@@ -129,7 +129,7 @@ def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     if not isinstance(listed, list):
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} is not a YAML list")
     named = (item for item in listed if isinstance(item, dict) and text_of(item.get("name")))
-    return [_build(item, gallery) for item in islice(named, MAX_ENTRIES)]
+    return [_parse_entry(item, gallery) for item in islice(named, MAX_ENTRIES)]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ async def fetch(
     gallery: Gallery,
     client: WebClient,
     *,
-    served: ReadServed,
+    served: ReadServedFile,
     resolve: ResolvePath = Path.resolve,
     timeout: float = FETCH_TIMEOUT,
     github_url: str = GITHUB_URL,
@@ -173,7 +173,7 @@ async def fetch(
                 address = web_address(url, github_url)
                 text = await read(address)
                 if url.endswith(".ref"):
-                    text = await read(_referenced(text, address))
+                    text = await read(_referenced_address(text, address))
             return Index(await asyncio.to_thread(parse, text, gallery), text)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ClusterError) as error:
             on_failure(url, clock.monotonic() - begin)
@@ -183,7 +183,7 @@ async def fetch(
 
 def web_address(url: str, github_url: str = GITHUB_URL) -> str:
     """Return the web address for `github:owner/repository/path@branch`; return other URLs unchanged."""
-    match = _GITHUB.fullmatch(url)
+    match = _GITHUB_URL_PATTERN.fullmatch(url)
     # A dot segment, also an encoded one, would lead to a file of another repository.
     if match is None or {"", ".", ".."} & set(re.split("[/@]", unquote(url.partition(":")[2].lstrip("/")))):
         return url
@@ -191,10 +191,16 @@ def web_address(url: str, github_url: str = GITHUB_URL) -> str:
     return f"{github_url}/{owner}/{repository}/{branch or 'main'}/{path}"
 
 
-def _referenced(text: bytes, address: str) -> str:
+def _referenced_address(text: bytes, address: str) -> str:
     """Return the address of the index that a `.ref` file names, relative to that file. Raise ValueError."""
-    name = text[: _REF_LIMIT + 1].decode("utf-8", "replace").strip()
-    if not name or len(text) > _REF_LIMIT or not name.isprintable() or ":" in name or name.startswith("/"):
+    name = text[: _MAX_REF_BYTES + 1].decode("utf-8", "replace").strip()
+    if (
+        not name
+        or len(text) > _MAX_REF_BYTES
+        or not name.isprintable()
+        or ":" in name
+        or name.startswith("/")
+    ):
         raise ValueError("a .ref file must hold the relative name of an index")
     return resolve_source(name, address)
 
@@ -221,11 +227,11 @@ def public_url(url: str) -> str:
 
 def archive_stem(name: str) -> str | None:
     """Return the file name of an archive without its suffix; None for other file names."""
-    suffix = next((suffix for suffix in reversed(SUFFIXES) if name.lower().endswith(suffix)), None)
+    suffix = next((suffix for suffix in reversed(ARCHIVE_SUFFIXES) if name.lower().endswith(suffix)), None)
     return name[: -len(suffix)] if suffix else None
 
 
-def name_of(uri: str) -> str:
+def default_backend_name(uri: str) -> str:
     """Return the default name of a backend from this address; "" if its path has no last segment.
 
     The name is the last segment of the path, without the suffix of an archive or the tag or digest of an
@@ -252,7 +258,7 @@ def served_name(url: str) -> str | None:
 
 def is_served_name(name: str) -> bool:
     """Return True if this is a valid name of a file directly in the control plane's gallery folder."""
-    return _SERVED_NAME.fullmatch(name) is not None
+    return _SERVED_NAME_PATTERN.fullmatch(name) is not None
 
 
 def open_served(folder: Path, name: str) -> BinaryIO:
@@ -263,9 +269,9 @@ def open_served(folder: Path, name: str) -> BinaryIO:
 
 
 def read_served(folder: Path, name: str) -> bytes:
-    """Return a file of the gallery's folder, at most `INDEX_LIMIT` bytes. Raise ValueError or OSError."""
+    """Return a file of the gallery's folder, at most `MAX_INDEX_BYTES` bytes. Raise ValueError or OSError."""
     with open_served(folder, name) as file:
-        return _bounded(file.read(INDEX_LIMIT + 1))
+        return _require_size_limit(file.read(MAX_INDEX_BYTES + 1))
 
 
 def resolve_source(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
@@ -287,7 +293,7 @@ UNENCODED_HEADERS = {"Accept-Encoding": "identity"}
 
 
 async def read_bounded_body(answer: httpx.Response) -> bytes:
-    """Return the body of an open response: status 200, no encoding, at most `INDEX_LIMIT` bytes.
+    """Return the body of an open response: status 200, no encoding, at most `MAX_INDEX_BYTES` bytes.
 
     Raise ValueError for any other response. An encoded body could unpack to gigabytes.
     """
@@ -295,14 +301,16 @@ async def read_bounded_body(answer: httpx.Response) -> bytes:
         raise ValueError(f"HTTP status {answer.status_code}")
     if answer.headers.get("content-encoding", "identity") != "identity":
         raise ValueError("the server sends it compressed, although it was asked not to")
-    return _bounded(await untrusted.read_at_most(answer.aiter_bytes(), INDEX_LIMIT))
+    return _require_size_limit(await untrusted.read_at_most(answer.aiter_bytes(), MAX_INDEX_BYTES))
 
 
 async def read_url(url: str, client: WebClient, resolve: ResolvePath) -> bytes:
     """Return the content of an address or a local path. Raise ValueError, OSError or httpx.HTTPError."""
     path = local_path(url)
     if path is not None:
-        return await asyncio.to_thread(lambda: _bounded(untrusted.read_file(resolve(path), INDEX_LIMIT)))
+        return await asyncio.to_thread(
+            lambda: _require_size_limit(untrusted.read_file(resolve(path), MAX_INDEX_BYTES))
+        )
     if not url.startswith(("http://", "https://")):
         raise ValueError("only cluster:, github:, file://, http:// and https:// URLs are supported")
     _ = urlsplit(url).port  # ValueError for an invalid port
@@ -310,13 +318,13 @@ async def read_url(url: str, client: WebClient, resolve: ResolvePath) -> bytes:
         return await read_bounded_body(answer)
 
 
-def _bounded(text: bytes) -> bytes:
-    if len(text) > INDEX_LIMIT:
-        raise ValueError(f"longer than {INDEX_LIMIT} bytes")
+def _require_size_limit(text: bytes) -> bytes:
+    if len(text) > MAX_INDEX_BYTES:
+        raise ValueError(f"longer than {MAX_INDEX_BYTES} bytes")
     return text
 
 
-def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
+def _parse_entry(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
     capabilities = item.get("capabilities")
     url = text_of(item.get("url"))
     names_config = re.split("[?#]", web_address(url))[0].lower().endswith((".yaml", ".yml"))
@@ -325,15 +333,15 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
         alias=text_of(item.get("alias")),
         uri=text_of(item.get("uri")) or ("" if names_config or isinstance(capabilities, dict) else url),
         config_url=url if names_config else "",
-        mirrors=_texts(item.get("mirrors")),
-        capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
+        mirrors=_parse_texts(item.get("mirrors")),
+        capabilities=_parse_capabilities(capabilities) if isinstance(capabilities, dict) else None,
         sha256=text_of(item.get("sha256")).strip().lower(),
         version=text_of(item.get("version")),
         description=text_of(item.get("description")),
         icon=text_of(item.get("icon")),
         license=text_of(item.get("license")),
-        urls=_texts(item.get("urls")),
-        tags=_texts(item.get("tags")),
+        urls=_parse_texts(item.get("urls")),
+        tags=_parse_texts(item.get("tags")),
         files=files_of(item.get("files")),
         overrides=settings_of(item.get("overrides")),
         config=settings_of(item.get("config_file")),
@@ -349,7 +357,7 @@ def settings_of(value: Any) -> Mapping[str, Any]:
 
 def files_of(value: Any) -> tuple[ModelFile, ...]:
     """Return the files in a list of mappings; skip invalid items."""
-    listed = islice(value, MAX_TEXTS) if isinstance(value, list) else ()
+    listed = islice(value, MAX_TEXTS_PER_FIELD) if isinstance(value, list) else ()
     return tuple(
         ModelFile(name, text_of(item.get("uri")), text_of(item.get("sha256")).strip().lower())
         for item in listed
@@ -357,12 +365,16 @@ def files_of(value: Any) -> tuple[ModelFile, ...]:
     )
 
 
-def _choices(value: Mapping[Any, Any]) -> dict[str, str]:
-    return {text_of(key): text for key, item in islice(value.items(), MAX_TEXTS) if (text := text_of(item))}
+def _parse_capabilities(value: Mapping[Any, Any]) -> dict[str, str]:
+    return {
+        text_of(key): text
+        for key, item in islice(value.items(), MAX_TEXTS_PER_FIELD)
+        if (text := text_of(item))
+    }
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    listed = islice(value, MAX_TEXTS) if isinstance(value, list) else ()
+def _parse_texts(value: Any) -> tuple[str, ...]:
+    listed = islice(value, MAX_TEXTS_PER_FIELD) if isinstance(value, list) else ()
     return tuple(text for item in listed if (text := text_of(item)))
 
 
@@ -370,13 +382,13 @@ def text_of(value: Any) -> str:
     """Return a text or number as text without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_NUMBER_BITS:
         return ""  # Python refuses to format a number of more than a few thousand digits
     return str(value)[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
 
 
 # Words in a build's name or source that require hardware, and the prefixes of capabilities that provide it.
-_HARDWARE_WORDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
+_WORDS_AND_REQUIRED_CAPABILITIES: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("darwin", "mlx", "metal"), ("metal", "darwin-x86")),
     (("l4t",), ("nvidia-l4t",)),
     (("cuda", "nvidia"), ("nvidia",)),
@@ -386,14 +398,14 @@ _HARDWARE_WORDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class BuildChoice:
     """The build to install; `meta` is the meta entry that selected the build, if any."""
 
     build: GalleryEntry
     meta: GalleryEntry | None = None
 
 
-def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> Choice:
+def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> BuildChoice:
     """Choose the build for `name` (or `gallery@name`) on this machine (worker.md §18.3). Raise NotFound."""
     gallery, _, bare = name.rpartition("@")
     folded_name = folded(bare)
@@ -406,23 +418,25 @@ def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> Choice
     if not candidates:
         raise NotFound(f'no backend called "{name}" in any gallery')
     for build in candidates:
-        choice = _resolve(build, builds, capability)
+        choice = _resolve_build(build, builds, capability)
         if choice is not None:
             return choice
     raise NotFound(f'backend "{name}" has no build for the capability "{capability}" of this node')
 
 
-def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: str) -> Choice | None:
+def _resolve_build(
+    build: GalleryEntry, builds: Sequence[GalleryEntry], capability: str
+) -> BuildChoice | None:
     if not build.is_meta:
-        return Choice(build) if is_compatible(build, capability) else None
-    concrete = lookup(build.capabilities or {}, capability)
+        return BuildChoice(build) if is_compatible(build, capability) else None
+    concrete = build_for_capability(build.capabilities or {}, capability)
     for candidate in builds:
         if concrete and not candidate.is_meta and folded(candidate.name) == folded(concrete):
-            return Choice(candidate, meta=build)
+            return BuildChoice(candidate, meta=build)
     return None
 
 
-def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
+def build_for_capability(capabilities: Mapping[str, str], capability: str) -> str | None:
     """Return the name of a meta entry's build for a capability (worker.md §18.4); None if there is none.
 
     The order is: the capability itself, `default`, `cpu`.
@@ -442,7 +456,9 @@ def install_reason(build: GalleryEntry, capability: str) -> str:
     if not is_compatible(build, capability):
         return ""
     words = f"{build.name} {build.uri}".lower()
-    needed = next((word for listed, _ in _HARDWARE_WORDS for word in listed if word in words), "")
+    needed = next(
+        (word for listed, _ in _WORDS_AND_REQUIRED_CAPABILITIES for word in listed if word in words), ""
+    )
     return f"named for {needed}, as {capability} is" if needed else "named for no hardware"
 
 
@@ -451,7 +467,7 @@ def is_compatible(build: GalleryEntry, capability: str) -> bool:
     if capability == "disable":
         return True
     words = f"{build.name} {build.uri}".lower()
-    for needed, capabilities in _HARDWARE_WORDS:
+    for needed, capabilities in _WORDS_AND_REQUIRED_CAPABILITIES:
         if any(word in words for word in needed):
             return capability.startswith(capabilities)
     return True

@@ -26,14 +26,14 @@ from localai_cluster.messaging.servers import parse_url
 
 T = TypeVar("T")
 
-CHECK_LIMIT = 1.0
+CHECK_TIMEOUT = 1.0
 """Maximum seconds of a check."""
 NOT_REACHABLE = "not reachable"
-OVERDUE = timedelta(seconds=30)
+SCHEDULE_OVERDUE_AFTER = timedelta(seconds=30)
 """Delay of a schedule's trigger after which no controller seems to be running."""
 
 # Enough for checks that hang; when all threads are busy, the next check times out and reports that.
-_threads = ThreadPoolExecutor(max_workers=12, thread_name_prefix="readyz")
+_check_threads = ThreadPoolExecutor(max_workers=12, thread_name_prefix="readyz")
 
 
 class NotReady(Exception):
@@ -52,25 +52,25 @@ def healthz(request: HttpRequest) -> JsonResponse:
 def readyz(request: HttpRequest) -> JsonResponse:
     """Return 200 if all dependencies of a request work, 503 otherwise; the body names each dependency."""
     states = check_dependencies()
-    ready = all(state == "ok" for name, state in states.items() if name not in WATCHED)
+    ready = all(state == "ok" for name, state in states.items() if name not in NON_CRITICAL_CHECKS)
     body = {"status": "ready" if ready else "not ready", "checks": states}
     if ready:
         return JsonResponse(body)
-    return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * CHECK_LIMIT:.0f}"})
+    return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * CHECK_TIMEOUT:.0f}"})
 
 
 def check_dependencies(names: Collection[str] | None = None) -> dict[str, str]:
     """Check the named dependencies, by default all; return `ok` or the problem by name."""
-    selected_checks = {name: check for name, check in CHECKS.items() if names is None or name in names}
-    futures = {name: _threads.submit(check) for name, check in selected_checks.items()}
-    deadline = clock.monotonic() + CHECK_LIMIT
+    selected_checks = {name: check for name, check in CHECK_BY_NAME.items() if names is None or name in names}
+    futures = {name: _check_threads.submit(check) for name, check in selected_checks.items()}
+    deadline = clock.monotonic() + CHECK_TIMEOUT
     states: dict[str, str] = {}
     for name, future in futures.items():
         try:
             future.result(timeout=max(deadline - clock.monotonic(), 0))
             states[name] = "ok"
         except OutOfTime:
-            states[name] = f"no answer within {CHECK_LIMIT:.0f} s"
+            states[name] = f"no answer within {CHECK_TIMEOUT:.0f} s"
         except NotReady as reason:
             states[name] = str(reason)
         except Exception as error:
@@ -80,14 +80,14 @@ def check_dependencies(names: Collection[str] | None = None) -> dict[str, str]:
 
 
 def within_limit(question: Callable[[], T]) -> T | None:
-    """Return the result of `question`; None after `CHECK_LIMIT` seconds or an OSError."""
+    """Return the result of `question`; None after `CHECK_TIMEOUT` seconds or an OSError."""
     try:
-        return _threads.submit(question).result(timeout=CHECK_LIMIT)
+        return _check_threads.submit(question).result(timeout=CHECK_TIMEOUT)
     except (OutOfTime, OSError):
         return None
 
 
-def _database() -> None:
+def _check_database() -> None:
     try:
         with connection.cursor() as cursor:
             cursor.execute("SELECT to_regclass('backend_nodes') IS NOT NULL")
@@ -97,15 +97,15 @@ def _database() -> None:
         connection.close()
 
 
-def _disk() -> None:
+def _check_disk() -> None:
     usage = disk.read(conf.cluster().data_dir)
     if usage.is_full:
         raise NotReady(f"{disk.DISK_FULL_MESSAGE}: the database cannot write if it lies there")
 
 
-def _channel_layer() -> None:
+def _check_channel_layer() -> None:
     client = redis.Redis.from_url(
-        conf.cluster().redis_url, socket_timeout=CHECK_LIMIT, socket_connect_timeout=CHECK_LIMIT
+        conf.cluster().redis_url, socket_timeout=CHECK_TIMEOUT, socket_connect_timeout=CHECK_TIMEOUT
     )
     try:
         client.ping()
@@ -113,14 +113,14 @@ def _channel_layer() -> None:
         client.close()
 
 
-def _nats() -> None:
+def _check_nats() -> None:
     """Check that one of the servers responds; one suffices, because clients reconnect to any server."""
     reasons: list[Exception] = []
     for server in parse_url(conf.cluster().nats_url).urls:
         url = urlsplit(server)
         try:
             with socket.create_connection(
-                (url.hostname or "", url.port or 4222), timeout=CHECK_LIMIT
+                (url.hostname or "", url.port or 4222), timeout=CHECK_TIMEOUT
             ) as link:
                 if link.recv(64).startswith(b"INFO "):
                     return
@@ -130,7 +130,7 @@ def _nats() -> None:
     raise reasons[0]
 
 
-def _controller() -> None:
+def _check_controller() -> None:
     """Check that no schedule is overdue: a running controller triggers the schedules every second."""
     try:
         due = (
@@ -141,19 +141,21 @@ def _controller() -> None:
         )
         if due is None:
             raise NotReady("no schedule exists: no controller has started yet")
-        if due < clock.now() - OVERDUE:
-            raise NotReady(f"no controller has ticked the schedules for over {OVERDUE.seconds} s")
+        if due < clock.now() - SCHEDULE_OVERDUE_AFTER:
+            raise NotReady(
+                f"no controller has ticked the schedules for over {SCHEDULE_OVERDUE_AFTER.seconds} s"
+            )
     finally:
         connection.close()
 
 
-WATCHED = frozenset({"controller", "disk"})
+NON_CRITICAL_CHECKS = frozenset({"controller", "disk"})
 """Dependencies that the response names, but whose failure leaves this process ready."""
 
-CHECKS: Mapping[str, Callable[[], None]] = {
-    "database": _database,
-    "channel layer": _channel_layer,
-    "nats": _nats,
-    "controller": _controller,
-    "disk": _disk,
+CHECK_BY_NAME: Mapping[str, Callable[[], None]] = {
+    "database": _check_database,
+    "channel layer": _check_channel_layer,
+    "nats": _check_nats,
+    "controller": _check_controller,
+    "disk": _check_disk,
 }

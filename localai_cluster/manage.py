@@ -4,12 +4,12 @@ import gc
 import os
 import sys
 
-_SERVERS = ("serve", "controller", "qcluster")
+_SERVER_COMMANDS = ("serve", "controller", "qcluster")
 
 
 def main() -> None:
     """Run the command named in the arguments."""
-    if sys.argv[1:2] and sys.argv[1] in _SERVERS:
+    if sys.argv[1:2] and sys.argv[1] in _SERVER_COMMANDS:
         # What imports make stays, and to collect among it is a fifth of the start; `handle` enables it.
         gc.disable()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")

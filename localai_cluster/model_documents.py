@@ -51,10 +51,10 @@ async def model_document(
     if url := entry.config_url or entry.uri:
         async with asyncio.timeout(FETCH_TIMEOUT):
             text = await read_url(resolve_source(url, entry.gallery.url, github_url), client, resolve)
-        document = settings_of(await asyncio.to_thread(_load, text, entry.name))
+        document = settings_of(await asyncio.to_thread(_load_document, text, entry.name))
     inner = document.get("config_file")
     if isinstance(inner, str):
-        inner = await asyncio.to_thread(_load, inner.encode("utf-8", "replace"), entry.name)
+        inner = await asyncio.to_thread(_load_document, inner.encode("utf-8", "replace"), entry.name)
     return ModelDocument(
         _merge_settings(_merge_settings(settings_of(inner), entry.config), entry.overrides),
         (*files_of(document.get("files")), *entry.files),
@@ -63,7 +63,7 @@ async def model_document(
     )
 
 
-def _load(text: bytes, name: str) -> Any:
+def _load_document(text: bytes, name: str) -> Any:
     try:
         return untrusted.load_yaml(text, untrusted.BoundedLoader)
     except untrusted.InvalidYAML as error:

@@ -35,7 +35,7 @@ from operations.models import TERMINAL, ControllerBeat, Operation
 
 log = logging.getLogger(__name__)
 
-SCRAPE_LIMIT = 5.0
+SCRAPE_TIMEOUT = 5.0
 """Maximum seconds to read the metrics from the rows; a scraper waits for ten by default."""
 RECENT_PERIOD = timedelta(hours=1)
 HEARTBEAT_MAX_AGE = timedelta(seconds=30)
@@ -58,56 +58,64 @@ class RowFigure:
         return family
 
 
-ROWS_READABLE = RowFigure("rows_readable", "1 if the database could be read for this scrape.")
-NODES = RowFigure("nodes", "Nodes.", ("status", "node_type"))
-VRAM_TOTAL = RowFigure("vram_total_bytes", "VRAM of the nodes that are healthy.")
-VRAM_AVAILABLE = RowFigure("vram_available_bytes", "What of it was free at the last heartbeats.")
-VRAM_RESERVED = RowFigure("vram_reserved_bytes", "What of that is reserved for loads.")
-REPLICAS = RowFigure("replicas", "Replicas.", ("model", "state"))
-IN_FLIGHT = RowFigure(
+ROWS_READABLE_FIGURE = RowFigure("rows_readable", "1 if the database could be read for this scrape.")
+NODES_FIGURE = RowFigure("nodes", "Nodes.", ("status", "node_type"))
+VRAM_TOTAL_FIGURE = RowFigure("vram_total_bytes", "VRAM of the nodes that are healthy.")
+VRAM_AVAILABLE_FIGURE = RowFigure("vram_available_bytes", "What of it was free at the last heartbeats.")
+VRAM_RESERVED_FIGURE = RowFigure("vram_reserved_bytes", "What of that is reserved for loads.")
+REPLICAS_FIGURE = RowFigure("replicas", "Replicas.", ("model", "state"))
+IN_FLIGHT_FIGURE = RowFigure(
     "requests_in_flight", "Requests that run on replicas, of all web processes.", ("model",)
 )
-OPERATIONS = RowFigure(
+OPERATIONS_FIGURE = RowFigure(
     "operations",
     "Operations that have not ended, and failures that are not dismissed (`failed`).",
     ("kind", "status"),
 )
-OLDEST_OPERATION = RowFigure("operation_oldest_age_seconds", "Age of the oldest of them.", ("kind", "status"))
-ENDED_OPERATIONS = RowFigure(
+OLDEST_OPERATION_FIGURE = RowFigure(
+    "operation_oldest_age_seconds", "Age of the oldest of them.", ("kind", "status")
+)
+ENDED_OPERATIONS_FIGURE = RowFigure(
     "operations_ended_last_hour", "Operations that ended within the last hour.", ("kind", "outcome")
 )
-INTENTS = RowFigure(
+INTENTS_FIGURE = RowFigure(
     "intents", "Work on backends of single nodes that has not ended (`running`, `waiting`).", ("op", "state")
 )
-OLDEST_INTENT = RowFigure("intent_oldest_age_seconds", "Age of the oldest of it.", ("op", "state"))
-PROCESSES = RowFigure(
+OLDEST_INTENT_FIGURE = RowFigure("intent_oldest_age_seconds", "Age of the oldest of it.", ("op", "state"))
+PROCESSES_FIGURE = RowFigure(
     "processes", "Server processes that were heard lately (`web`, `controller`).", ("process",)
 )
-TASKS_WAITING = RowFigure("tasks_waiting", "Scheduled tasks on the queue, running ones included.")
-FIGURES = (
-    ROWS_READABLE,
-    NODES,
-    VRAM_TOTAL,
-    VRAM_AVAILABLE,
-    VRAM_RESERVED,
-    REPLICAS,
-    IN_FLIGHT,
-    OPERATIONS,
-    OLDEST_OPERATION,
-    ENDED_OPERATIONS,
-    INTENTS,
-    OLDEST_INTENT,
-    PROCESSES,
-    TASKS_WAITING,
+TASKS_WAITING_FIGURE = RowFigure("tasks_waiting", "Scheduled tasks on the queue, running ones included.")
+CLUSTER_FIGURES = (
+    ROWS_READABLE_FIGURE,
+    NODES_FIGURE,
+    VRAM_TOTAL_FIGURE,
+    VRAM_AVAILABLE_FIGURE,
+    VRAM_RESERVED_FIGURE,
+    REPLICAS_FIGURE,
+    IN_FLIGHT_FIGURE,
+    OPERATIONS_FIGURE,
+    OLDEST_OPERATION_FIGURE,
+    ENDED_OPERATIONS_FIGURE,
+    INTENTS_FIGURE,
+    OLDEST_INTENT_FIGURE,
+    PROCESSES_FIGURE,
+    TASKS_WAITING_FIGURE,
 )
 
 
-def read(now: datetime) -> list[Metric]:
-    """Return all metrics of the cluster from the rows, except `ROWS_READABLE`, in eight queries."""
-    return [*_nodes(), *_replicas(), *_operations(now), *_intents(now), *_processes(now)]
+def read_metrics(now: datetime) -> list[Metric]:
+    """Return all metrics of the cluster from the rows, except `ROWS_READABLE_FIGURE`, in eight queries."""
+    return [
+        *_node_metrics(),
+        *_replica_metrics(),
+        *_operation_metrics(now),
+        *_intent_metrics(now),
+        *_process_metrics(now),
+    ]
 
 
-def _nodes() -> Iterator[Metric]:
+def _node_metrics() -> Iterator[Metric]:
     counts = dict.fromkeys(((status, kind) for status in NodeStatus.values for kind in NodeType.values), 0)
     total = available = reserved = 0
     rows = BackendNode.objects.order_by().values_list("status", "node_type")
@@ -116,52 +124,60 @@ def _nodes() -> Iterator[Metric]:
         counts[status, kind] = number
         if status == NodeStatus.HEALTHY:
             total, available, reserved = total + memory[0], available + memory[1], reserved + memory[2]
-    yield NODES.of(*((*key, number) for key, number in counts.items()))
-    yield from (VRAM_TOTAL.of((total,)), VRAM_AVAILABLE.of((available,)), VRAM_RESERVED.of((reserved,)))
+    yield NODES_FIGURE.of(*((*key, number) for key, number in counts.items()))
+    yield from (
+        VRAM_TOTAL_FIGURE.of((total,)),
+        VRAM_AVAILABLE_FIGURE.of((available,)),
+        VRAM_RESERVED_FIGURE.of((reserved,)),
+    )
 
 
-def _replicas() -> Iterator[Metric]:
+def _replica_metrics() -> Iterator[Metric]:
     rows = NodeModel.objects.order_by().values_list("model_name", "state")
     counts = list(rows.annotate(Count("pk"), Sum("in_flight")))
     busy: dict[str, int] = {}
     for model, _, _, running in counts:
         busy[model] = busy.get(model, 0) + running
-    yield REPLICAS.of(*((model, state, number) for model, state, number, _ in counts))
-    yield IN_FLIGHT.of(*busy.items())
+    yield REPLICAS_FIGURE.of(*((model, state, number) for model, state, number, _ in counts))
+    yield IN_FLIGHT_FIGURE.of(*busy.items())
 
 
-def _operations(now: datetime) -> Iterator[Metric]:
+def _operation_metrics(now: datetime) -> Iterator[Metric]:
     listed = Operation.objects.listed().order_by().values_list("kind", "status")
     counts = list(listed.annotate(Count("pk"), Min("created_at")))
-    yield OPERATIONS.of(*((kind, status, number) for kind, status, number, _ in counts))
-    yield OLDEST_OPERATION.of(*((kind, status, _age(since, now)) for kind, status, _, since in counts))
+    yield OPERATIONS_FIGURE.of(*((kind, status, number) for kind, status, number, _ in counts))
+    yield OLDEST_OPERATION_FIGURE.of(
+        *((kind, status, _age_in_seconds(since, now)) for kind, status, _, since in counts)
+    )
     ended = Operation.objects.filter(finished_at__gt=now - RECENT_PERIOD, status__in=TERMINAL)
-    yield ENDED_OPERATIONS.of(*ended.order_by().values_list("kind", "status").annotate(Count("pk")))
+    yield ENDED_OPERATIONS_FIGURE.of(*ended.order_by().values_list("kind", "status").annotate(Count("pk")))
 
 
-def _intents(now: datetime) -> Iterator[Metric]:
+def _intent_metrics(now: datetime) -> Iterator[Metric]:
     is_waiting = ExpressionWrapper(Q(lease_until__isnull=True), BooleanField())
     groups = PendingBackendOp.objects.order_by().values_list("op", is_waiting)
     rows = list(groups.annotate(Count("pk"), Min("created_at")))
     states = {True: "waiting", False: "running"}
-    yield INTENTS.of(*((op, states[waits], number) for op, waits, number, _ in rows))
-    yield OLDEST_INTENT.of(*((op, states[waits], _age(since, now)) for op, waits, _, since in rows))
+    yield INTENTS_FIGURE.of(*((op, states[waits], number) for op, waits, number, _ in rows))
+    yield OLDEST_INTENT_FIGURE.of(
+        *((op, states[waits], _age_in_seconds(since, now)) for op, waits, _, since in rows)
+    )
 
 
-def _processes(now: datetime) -> Iterator[Metric]:
+def _process_metrics(now: datetime) -> Iterator[Metric]:
     earliest = now - timedelta(seconds=conf.cluster().web_stale_after)
     web = WebProcess.objects.filter(seen_at__gte=earliest).count()
     controllers = ControllerBeat.objects.filter(seen_at__gte=now - HEARTBEAT_MAX_AGE).count()
-    yield PROCESSES.of(("web", web), ("controller", controllers))
-    yield TASKS_WAITING.of((OrmQ.objects.count(),))
+    yield PROCESSES_FIGURE.of(("web", web), ("controller", controllers))
+    yield TASKS_WAITING_FIGURE.of((OrmQ.objects.count(),))
 
 
-def _age(since: datetime, now: datetime) -> float:
+def _age_in_seconds(since: datetime, now: datetime) -> float:
     return max((now - since).total_seconds(), 0.0)
 
 
 NODE_LABELS, GPU_LABELS = ("node",), ("node", "gpu")
-OMITTED_NODES = RowFigure("nodes_left_out", "Approved backend nodes beyond the limit of this path.")
+OMITTED_NODES_FIGURE = RowFigure("nodes_left_out", "Approved backend nodes beyond the limit of this path.")
 _NODE_FIGURES = (
     RowFigure("node_up", "1 if the node is healthy or draining.", NODE_LABELS),
     RowFigure("node_last_heartbeat_timestamp_seconds", "Time of the last heartbeat.", NODE_LABELS),
@@ -172,7 +188,7 @@ _NODE_FIGURES = (
     RowFigure("node_disk_total_bytes", "Size of the models disk.", NODE_LABELS),
     RowFigure("node_disk_available_bytes", "Free bytes of the models disk.", NODE_LABELS),
 )
-_GPU_FIGURES = {
+_GPU_FIGURE_BY_FIELD = {
     "total_vram": RowFigure("gpu_vram_total_bytes", "VRAM of the GPU.", GPU_LABELS),
     "free_vram": RowFigure("gpu_vram_free_bytes", "VRAM of the GPU that is free.", GPU_LABELS),
     "utilization": RowFigure("gpu_busy_ratio", "Fraction of the time in which the GPU was busy.", GPU_LABELS),
@@ -182,26 +198,26 @@ _GPU_FIGURES = {
         "gpu_ecc_errors", "Uncorrected memory errors since the driver was loaded.", GPU_LABELS
     ),
 }
-NODE_FIGURES = (ROWS_READABLE, OMITTED_NODES, *_NODE_FIGURES, *_GPU_FIGURES.values())
+NODE_FIGURES = (ROWS_READABLE_FIGURE, OMITTED_NODES_FIGURE, *_NODE_FIGURES, *_GPU_FIGURE_BY_FIELD.values())
 MAX_NODES = 2000
 """Maximum number of nodes in one scrape: 100,000 samples with eight GPUs each.
 
 The nodes are sorted by name.
 """
-_COLUMNS = (
+_NODE_METRIC_COLUMNS = (
     *("total_vram", "available_vram", "total_ram", "available_ram", "total_disk", "available_disk"),
     "gpus",
 )
 
 
-def read_nodes(now: datetime) -> list[Metric]:
+def read_node_metrics(now: datetime) -> list[Metric]:
     """Return the metrics of single nodes and their GPUs, in one query."""
     approved = BackendNode.objects.filter(approved_at__isnull=False, node_type=NodeType.BACKEND)
-    columns = ("name", "status", "last_heartbeat", "offline_recovers", *_COLUMNS)
+    columns = ("name", "status", "last_heartbeat", "offline_recovers", *_NODE_METRIC_COLUMNS)
     rows = list(approved.order_by("name").values_list(*columns))
     shown = rows[:MAX_NODES]
     of_nodes: list[list[tuple[Any, ...]]] = [[] for _ in _NODE_FIGURES]
-    of_gpus: dict[str, list[tuple[Any, ...]]] = {key: [] for key in _GPU_FIGURES}
+    of_gpus: dict[str, list[tuple[Any, ...]]] = {key: [] for key in _GPU_FIGURE_BY_FIELD}
     for name, status, heard_at, recovers, *memory, gpus in shown:
         is_up = status in (NodeStatus.HEALTHY, NodeStatus.DRAINING)
         # Nothing is expected of a worker that was never heard or has left: its age must not raise an alert.
@@ -212,14 +228,14 @@ def read_nodes(now: datetime) -> list[Metric]:
                 samples.append((name, number))
         # Without heartbeats the last readings are no longer true.
         for gpu in gpus if is_up else ():
-            for key in _GPU_FIGURES.keys() & gpu.keys():
+            for key in _GPU_FIGURE_BY_FIELD.keys() & gpu.keys():
                 if gpu[key] is not None:
                     number = gpu[key] / 100 if key == "utilization" else gpu[key]
                     of_gpus[key].append((name, gpu["index"], number))
     return [
-        OMITTED_NODES.of((len(rows) - len(shown),)),
+        OMITTED_NODES_FIGURE.of((len(rows) - len(shown),)),
         *(figure.of(*samples) for figure, samples in zip(_NODE_FIGURES, of_nodes, strict=True)),
-        *(figure.of(*of_gpus[key]) for key, figure in _GPU_FIGURES.items()),
+        *(figure.of(*of_gpus[key]) for key, figure in _GPU_FIGURE_BY_FIELD.items()),
     ]
 
 
@@ -232,29 +248,29 @@ class RowReader:
     process's own metrics are exposed as usual.
     """
 
-    def __init__(self, read: Callable[[datetime], Sequence[Metric]] = read) -> None:
-        self._read = read
+    def __init__(self, read_metrics: Callable[[datetime], Sequence[Metric]] = read_metrics) -> None:
+        self._read = read_metrics
         self._task: asyncio.Task[Sequence[Metric]] | None = None
 
     async def families(self) -> Iterable[Metric]:
-        """Return the row metrics; only `ROWS_READABLE` with 0 if they cannot be read in time."""
+        """Return the row metrics; only `ROWS_READABLE_FIGURE` with 0 if they cannot be read in time."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(in_thread(self._read, clock.now()))
             # By the time it fails, no scrape may wait for it any more.
             self._task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            async with asyncio.timeout(SCRAPE_LIMIT):
+            async with asyncio.timeout(SCRAPE_TIMEOUT):
                 metrics = await asyncio.shield(self._task)
         except (TimeoutError, DatabaseError) as error:
             log.warning(
-                "figures of the cluster left out: %s", error or f"no answer within {SCRAPE_LIMIT:.0f} s"
+                "figures of the cluster left out: %s", error or f"no answer within {SCRAPE_TIMEOUT:.0f} s"
             )
-            return [ROWS_READABLE.of((0,))]
-        return [ROWS_READABLE.of((1,)), *metrics]
+            return [ROWS_READABLE_FIGURE.of((0,))]
+        return [ROWS_READABLE_FIGURE.of((1,)), *metrics]
 
 
-PATH, NODES_PATH = "/metrics", "/metrics/nodes"
-_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+METRICS_PATH, NODE_METRICS_PATH = "/metrics", "/metrics/nodes"
+_RESPONSE_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
 class MetricsMethodNotAllowed(ClusterError):
@@ -264,7 +280,7 @@ class MetricsMethodNotAllowed(ClusterError):
     code = "method_not_allowed"
 
 
-class Source(Protocol):
+class MetricsSource(Protocol):
     """A source of metrics beside the process's own metrics."""
 
     async def families(self) -> Iterable[Metric]:
@@ -275,7 +291,7 @@ class Source(Protocol):
 class MetricsApplication:
     """The ASGI application of one process; an empty `process` exposes only the source's metrics."""
 
-    def __init__(self, process: str, source: Source | None = None, path: str = PATH) -> None:
+    def __init__(self, process: str, source: MetricsSource | None = None, path: str = METRICS_PATH) -> None:
         self._process, self._source, self._path = process, source, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,7 +304,7 @@ class MetricsApplication:
         except ClusterError as error:
             refused = wire.error_answer(error)
             allow = ((b"allow", b"GET"),) if error.status == 405 else ()
-            answer = Answer(refused.body, refused.status, (*refused.headers, *allow, *_HEADERS))
+            answer = Answer(refused.body, refused.status, (*refused.headers, *allow, *_RESPONSE_HEADERS))
         await wire.send_answer(send, answer)
 
     async def _answer(self, scope: Scope) -> Answer:
@@ -300,7 +316,7 @@ class MetricsApplication:
         additional = await self._source.families() if self._source else ()
         # In a thread: a hundred models make thousands of lines, and requests must not wait for them.
         body = await asyncio.to_thread(registries.text, self._process, tuple(additional))
-        return Answer(body, headers=_HEADERS, kind=registries.CONTENT_TYPE.encode())
+        return Answer(body, headers=_RESPONSE_HEADERS, kind=registries.CONTENT_TYPE.encode())
 
 
 async def admit(scope: Scope) -> None:

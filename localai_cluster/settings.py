@@ -17,8 +17,8 @@ from localai_cluster.kit import conf as _conf
 from localai_cluster.kit import env as _env
 from localai_cluster.kit import logs
 
-_BUNDLED = Path(__file__).resolve().parent / "bundled"
-FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
+_BUNDLED_FILES = Path(__file__).resolve().parent / "bundled"
+FILES = _BUNDLED_FILES if _BUNDLED_FILES.is_dir() else _BUNDLED_FILES.parent.parent
 """Folder of templates and pages: inside of an installed wheel, or at the top of a working copy."""
 CLUSTER, _environment = _conf.load()
 
@@ -30,15 +30,17 @@ DEBUG = CLUSTER.debug
 LOG_LEVEL = CLUSTER.log_level
 ALLOWED_HOSTS = CLUSTER.allowed_hosts
 CSRF_TRUSTED_ORIGINS = CLUSTER.csrf_trusted_origins
-_COMMAND = (sys.argv[1:2] or [""])[0]
-IS_WEB = _COMMAND == "serve"
-IS_BACKGROUND = _COMMAND in ("controller", "qcluster", "prepare")
-_PROCESS = {"serve": "web", "controller": "controller", "qcluster": "tasks"}.get(_COMMAND, "command")
+_MANAGEMENT_COMMAND = (sys.argv[1:2] or [""])[0]
+IS_WEB = _MANAGEMENT_COMMAND == "serve"
+IS_BACKGROUND = _MANAGEMENT_COMMAND in ("controller", "qcluster", "prepare")
+_PROCESS_KIND = {"serve": "web", "controller": "controller", "qcluster": "tasks"}.get(
+    _MANAGEMENT_COMMAND, "command"
+)
 # Each connection costs a PostgreSQL process: every 15 s the pool closes one that it did not need.
-_POOL = {"min_size": 1, "max_size": 8, "timeout": 10, "max_idle": 15}
+_POOL_OPTIONS = {"min_size": 1, "max_size": 8, "timeout": 10, "max_idle": 15}
 
 
-def _database(url: str) -> dict[str, Any]:
+def _database_settings(url: str) -> dict[str, Any]:
     try:
         parts = dict(conninfo_to_dict(url))
     except ProgrammingError as error:
@@ -61,15 +63,15 @@ def _database(url: str) -> dict[str, Any]:
         "CONN_MAX_AGE": 0 if IS_WEB else 60,
         "CONN_HEALTH_CHECKS": True,
         "OPTIONS": {
-            "application_name": f"localai-cluster-{_PROCESS}",
+            "application_name": f"localai-cluster-{_PROCESS_KIND}",
             **parts,
-            **({"pool": _POOL} if IS_WEB else {}),
+            **({"pool": _POOL_OPTIONS} if IS_WEB else {}),
         },
         "TEST": {"NAME": f"test_{name or 'cluster'}"},
     }
 
 
-DATABASES = {"default": _database(CLUSTER.database_url)}
+DATABASES = {"default": _database_settings(CLUSTER.database_url)}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 CLUSTER_PROBLEMS = _environment.problems
 
@@ -228,10 +230,10 @@ LOGGING = {
     },
     "formatters": {
         "line": {
-            "class": "localai_cluster.kit.logs.OneLine",
-            "format": logs.LINE,
+            "class": "localai_cluster.kit.logs.OneLineFormatter",
+            "format": logs.LINE_FORMAT,
             "style": "{",
-            "datefmt": logs.TIME,
+            "datefmt": logs.TIME_FORMAT,
         }
     },
     "handlers": {

@@ -40,9 +40,9 @@ class VersionSerializer(serializers.Serializer[Any]):
     version = serializers.CharField()
 
 
-FEATURES = {**dict.fromkeys(FeaturesSerializer().fields, False), "distributed": True}
-BRANDING = dict.fromkeys(BrandingSerializer().fields, "")
-VERSION = response_example({"version": "0.1.0"})
+FEATURES_EXAMPLE = {**dict.fromkeys(FeaturesSerializer().fields, False), "distributed": True}
+BRANDING_EXAMPLE = dict.fromkeys(BrandingSerializer().fields, "")
+VERSION_EXAMPLE = response_example({"version": "0.1.0"})
 
 
 class FeaturesView(APIView):
@@ -55,12 +55,12 @@ class FeaturesView(APIView):
         "List supported features",
         FeaturesSerializer,
         refused=(403,),
-        examples=[response_example(FEATURES)],
+        examples=[response_example(FEATURES_EXAMPLE)],
         tag="session",
     )
     def get(self, request: Request) -> Response:
         """The features of the reference that this product supports (§5.1)."""
-        return Response(FEATURES)
+        return Response(FEATURES_EXAMPLE)
 
 
 class BrandingView(APIView):
@@ -75,11 +75,11 @@ class BrandingView(APIView):
         tags=["session"],
         auth=[],
         responses={200: OpenApiResponse(BrandingSerializer, "Everything built-in.")},
-        examples=[response_example(BRANDING)],
+        examples=[response_example(BRANDING_EXAMPLE)],
     )
     def get(self, request: Request) -> Response:
         """The built-in name and logos; they cannot be customised."""
-        return Response(BRANDING)
+        return Response(BRANDING_EXAMPLE)
 
 
 class VersionView(APIView):
@@ -88,7 +88,12 @@ class VersionView(APIView):
     permission_classes = [IsUser]
 
     @describe(
-        "version", "Show the version", VersionSerializer, refused=(403,), examples=[VERSION], tag="session"
+        "version",
+        "Show the version",
+        VersionSerializer,
+        refused=(403,),
+        examples=[VERSION_EXAMPLE],
+        tag="session",
     )
     def get(self, request: Request) -> Response:
         """The version of the product."""

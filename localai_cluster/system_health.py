@@ -29,20 +29,20 @@ from nodes.models import BackendNode, PendingBackendOp, WebProcess
 from nodes.registry import mass_silence, node_rows
 from operations.models import ControllerBeat, Operation, Status
 
-_STATE = {"type": "string", "enum": [state.value for state in State]}
-PART = Shape(
+_STATE_SCHEMA = {"type": "string", "enum": [state.value for state in State]}
+PART_SHAPE = Shape(
     "SystemPart",
     "A part of the system.",
     [
         field("id", TEXT),
         field("name", TEXT),
-        field("state", _STATE),
+        field("state", _STATE_SCHEMA),
         field("text", TEXT),
         field("hint", TEXT, "What to do; empty if nothing."),
         field("since", TIME, "Since when it is so, as far as anybody knows.", nullable=True),
     ],
 )
-SCHEDULE = Shape(
+SCHEDULE_SHAPE = Shape(
     "SystemSchedule",
     "A recurring task.",
     [
@@ -55,7 +55,7 @@ SCHEDULE = Shape(
         field("last_ok", FLAG, "Whether that ended well.", nullable=True),
     ],
 )
-PROCESS = Shape(
+PROCESS_SHAPE = Shape(
     "SystemProcess",
     "A server process that was heard lately.",
     [
@@ -66,19 +66,19 @@ PROCESS = Shape(
         field("seen_at", TIME),
     ],
 )
-HEALTH = Shape(
+HEALTH_SHAPE = Shape(
     "SystemHealth",
     "How the system is.",
     [
         field("at", TIME),
-        field("state", _STATE, "The worst of its parts."),
-        field("parts", PART.many),
-        field("schedules", SCHEDULE.many),
-        field("processes", PROCESS.many),
+        field("state", _STATE_SCHEMA, "The worst of its parts."),
+        field("parts", PART_SHAPE.many),
+        field("schedules", SCHEDULE_SHAPE.many),
+        field("processes", PROCESS_SHAPE.many),
         field("workers", mapping_schema(count()), "How many nodes are in each state."),
     ],
 )
-_PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}
+_CHECK_NAME_BY_PART = {"database": "database", "nats": "nats", "redis": "channel layer"}
 _last_results: dict[str, tuple[str, datetime]] = {}
 """Last result of each probe, and the time since which the result is unchanged."""
 
@@ -88,19 +88,19 @@ class SystemHealthView(APIView):
 
     authentication_classes = [BearerAuthentication, RememberingAuthentication]
 
-    @describe("system_health", "Show how the system is", HEALTH, tag="system")
+    @describe("system_health", "Show how the system is", HEALTH_SHAPE, tag="system")
     def get(self, request: Request) -> Response:
         """Database, NATS, Redis, processes, schedules, workers, work, definitions, versions and disk."""
         now = clock.now()
         facts = read(now)
         parts = verdicts(facts, now)
         return Response(
-            HEALTH.of(
+            HEALTH_SHAPE.of(
                 at=now.isoformat(),
                 state=worst(parts),
-                parts=[_row(PART, part) for part in parts],
-                schedules=[_row(SCHEDULE, schedule) for schedule in facts.schedules],
-                processes=[_row(PROCESS, process) for process in facts.processes],
+                parts=[_row(PART_SHAPE, part) for part in parts],
+                schedules=[_row(SCHEDULE_SHAPE, schedule) for schedule in facts.schedules],
+                processes=[_row(PROCESS_SHAPE, process) for process in facts.processes],
                 workers=dict(facts.workers),
             )
         )
@@ -122,7 +122,7 @@ def read(now: datetime) -> Facts:
         database_since=None,
         is_database_away=True,
         probes=probes,
-        disk=_disk(),
+        disk=_read_disk(),
         data_dir=str(conf.cluster().data_dir),
     )
 
@@ -131,17 +131,17 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
     with connection.cursor() as cursor:
         cursor.execute("SELECT current_setting('server_version'), pg_postmaster_start_time()")
         version, since = cursor.fetchone()
-    workers, other_versions = _workers()
-    operations, failures, oldest_failure = _operations()
+    workers, other_versions = _count_workers()
+    operations, failures, oldest_failure = _count_operations()
     definitions = async_to_sync(folder.folder().problems)()
     return Facts(
         version=__version__,
         database=f"PostgreSQL {version}",
         database_since=since,
         probes=probes,
-        processes=_processes(),
+        processes=_read_processes(),
         web_silent_after=conf.cluster().web_stale_after,
-        schedules=_schedules(),
+        schedules=_read_schedules(),
         tasks_wait_since=periodic.waiting_since(now=now),
         tasks_ended_at=Task.objects.aggregate(at=Max("stopped"))["at"],
         workers=workers,
@@ -150,17 +150,17 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
         operations=operations,
         failures=failures,
         oldest_failure=oldest_failure,
-        intents=_intents(),
+        intents=_count_intents(),
         models_folder=definitions.folder,
         broken_definitions=definitions.files,
-        disk=_disk(),
+        disk=_read_disk(),
         data_dir=str(conf.cluster().data_dir),
     )
 
 
 def _probe_dependencies(now: datetime) -> dict[str, tuple[str, datetime]]:
-    results = health.check_dependencies(set(_PROBES.values()))
-    for id, name in _PROBES.items():
+    results = health.check_dependencies(set(_CHECK_NAME_BY_PART.values()))
+    for id, name in _CHECK_NAME_BY_PART.items():
         _store_result(id, results.get(name, "not asked"), now)
     return dict(_last_results)
 
@@ -172,7 +172,7 @@ def _store_result(id: str, result: str, now: datetime) -> tuple[str, datetime]:
     return _last_results[id]
 
 
-def _processes() -> list[Process]:
+def _read_processes() -> list[Process]:
     web = WebProcess.objects.order_by("started_at").values_list(
         "host", "pid", "version", "started_at", "seen_at"
     )
@@ -188,7 +188,7 @@ def _processes() -> list[Process]:
     ]
 
 
-def _schedules() -> list[Schedule]:
+def _read_schedules() -> list[Schedule]:
     runs = Task.objects.filter(func=OuterRef("func")).order_by("-stopped")
     rows = ScheduleRow.objects.order_by("name").annotate(
         last_at=Subquery(runs.values("stopped")[:1]), ok=Subquery(runs.values("success")[:1])
@@ -200,7 +200,7 @@ def _schedules() -> list[Schedule]:
     ]
 
 
-def _workers() -> tuple[dict[str, int], int]:
+def _count_workers() -> tuple[dict[str, int], int]:
     """Return the number of nodes by state, and the number of approved nodes of another version."""
     grouped = BackendNode.objects.order_by().values_list(
         "status", "node_type", "worker_version", "weak_identity"
@@ -214,7 +214,7 @@ def _workers() -> tuple[dict[str, int], int]:
     return states, other_versions
 
 
-def _operations() -> tuple[Work, int, datetime | None]:
+def _count_operations() -> tuple[Work, int, datetime | None]:
     waits, runs = Q(status__in=(Status.PENDING, Status.WAITING)), Q(status=Status.PROCESSING)
     failed = Q(status=Status.FAILED, dismissed_at__isnull=True)
     counts = Operation.objects.listed().aggregate(
@@ -228,7 +228,7 @@ def _operations() -> tuple[Work, int, datetime | None]:
     return work, counts["failures"], counts["oldest_failure"]
 
 
-def _intents() -> Work:
+def _count_intents() -> Work:
     is_waiting = Q(lease_until__isnull=True)
     counts = PendingBackendOp.objects.aggregate(
         waiting=Count("pk", filter=is_waiting),
@@ -238,7 +238,7 @@ def _intents() -> Work:
     return Work(counts["waiting"], counts["running"], counts["oldest"])
 
 
-def _disk() -> disk.DiskUsage | None:
+def _read_disk() -> disk.DiskUsage | None:
     return health.within_limit(lambda: disk.read(conf.cluster().data_dir))
 
 

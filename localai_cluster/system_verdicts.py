@@ -10,20 +10,20 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from localai_cluster.kit.disk import DiskUsage
-from localai_cluster.kit.periodic import SILENT_AFTER
+from localai_cluster.kit.periodic import MAX_TASK_WAIT_SECONDS
 from localai_cluster.kit.quantities import counted
 from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
 
-OVERDUE = timedelta(seconds=30)
+TRIGGER_OVERDUE_AFTER = timedelta(seconds=30)
 """Delay of a trigger after which its schedule counts as overdue."""
-LITTLE_DISK = 0.10
+DISK_WARNING_FRACTION = 0.10
 """Free fraction of the disk below which the verdict is a warning."""
-NO_DISK = 0.03
+DISK_ERROR_FRACTION = 0.03
 """Free fraction of the disk below which the verdict is an error."""
-_MAX_NAMED = 3
+_MAX_NAMED_FILES = 3
 """Maximum number of files that one sentence names."""
-_TASKS_WAIT = timedelta(seconds=SILENT_AFTER)
+_MAX_TASK_WAIT = timedelta(seconds=MAX_TASK_WAIT_SECONDS)
 
 
 class State(StrEnum):
@@ -122,23 +122,23 @@ class Facts:
 def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
     """Return the verdict of every part, in the order of the page."""
     if facts.is_database_away:
-        return [_database_away(facts), *_dependency_verdicts(facts), _disk(facts)]
+        return [_database_away_verdict(facts), *_dependency_verdicts(facts), _disk_verdict(facts)]
     return [
         Verdict("database", "Database", State.OK, facts.database, since=facts.database_since),
         *_dependency_verdicts(facts),
-        _web(facts, now),
-        _controllers(facts, now),
-        _tasks(facts, now),
-        _schedules(facts, now),
-        _workers(facts),
-        _work(facts),
-        _definitions(facts),
-        _versions(facts, now),
-        _disk(facts),
+        _web_verdict(facts, now),
+        _controllers_verdict(facts, now),
+        _tasks_verdict(facts, now),
+        _schedules_verdict(facts, now),
+        _workers_verdict(facts),
+        _work_verdict(facts),
+        _definitions_verdict(facts),
+        _versions_verdict(facts, now),
+        _disk_verdict(facts),
     ]
 
 
-def _database_away(facts: Facts) -> Verdict:
+def _database_away_verdict(facts: Facts) -> Verdict:
     text, since = facts.probes.get("database", ("not asked", None))
     hint = "Check PostgreSQL and DATABASE_URL. What the other parts do is not known until then."
     if facts.disk is not None and facts.disk.is_full:
@@ -148,10 +148,10 @@ def _database_away(facts: Facts) -> Verdict:
 
 def _dependency_verdicts(facts: Facts) -> list[Verdict]:
     return [
-        _probe(
+        _probe_verdict(
             facts, "nats", "NATS", "Commands to workers are paused. Check the server and LOCALAI_NATS_URL."
         ),
-        _probe(
+        _probe_verdict(
             facts, "redis", "Redis or Valkey", "Pages hear of changes later. Check the server and REDIS_URL."
         ),
     ]
@@ -162,14 +162,14 @@ def worst(parts: Sequence[Verdict]) -> State:
     return max((part.state for part in parts), key=list(State).index, default=State.OK)
 
 
-def _probe(facts: Facts, id: str, name: str, hint: str) -> Verdict:
+def _probe_verdict(facts: Facts, id: str, name: str, hint: str) -> Verdict:
     text, since = facts.probes.get(id, ("not asked", None))
     if text == "ok":
         return Verdict(id, name, State.OK, "Reachable", since=since)
     return Verdict(id, name, State.ERROR, text, hint, since)
 
 
-def _alive(facts: Facts, kind: str, now: datetime) -> list[Process]:
+def _alive_processes(facts: Facts, kind: str, now: datetime) -> list[Process]:
     """Return the processes of a kind with a recent heartbeat; a row stays for some time after its process."""
     limit = facts.web_silent_after if kind == "web" else controllers.SILENT_AFTER
     silent = timedelta(seconds=limit)
@@ -178,16 +178,16 @@ def _alive(facts: Facts, kind: str, now: datetime) -> list[Process]:
     ]
 
 
-def _web(facts: Facts, now: datetime) -> Verdict:
-    processes = _alive(facts, "web", now)
+def _web_verdict(facts: Facts, now: datetime) -> Verdict:
+    processes = _alive_processes(facts, "web", now)
     since = min((process.started_at for process in processes), default=None)
     return Verdict(
         "web", "Web processes", State.OK, counted(len(processes), "process", "processes"), since=since
     )
 
 
-def _controllers(facts: Facts, now: datetime) -> Verdict:
-    processes = _alive(facts, "controller", now)
+def _controllers_verdict(facts: Facts, now: datetime) -> Verdict:
+    processes = _alive_processes(facts, "controller", now)
     if not processes:
         last_seen_at = max(
             (process.seen_at for process in facts.processes if process.kind == "controller"), default=None
@@ -203,9 +203,9 @@ def _controllers(facts: Facts, now: datetime) -> Verdict:
     return Verdict("controllers", "Controllers", State.OK, text, since=since)
 
 
-def _tasks(facts: Facts, now: datetime) -> Verdict:
+def _tasks_verdict(facts: Facts, now: datetime) -> Verdict:
     waits = facts.tasks_wait_since
-    if waits is not None and now - waits > _TASKS_WAIT:
+    if waits is not None and now - waits > _MAX_TASK_WAIT:
         hint = "Start `manage.py qcluster`. Silent nodes and expired leases go unnoticed until then."
         return Verdict("tasks", "Scheduled tasks", State.ERROR, "no process runs them", hint, waits)
     ended = facts.tasks_ended_at
@@ -213,33 +213,33 @@ def _tasks(facts: Facts, now: datetime) -> Verdict:
     return Verdict("tasks", "Scheduled tasks", State.OK, text, since=ended)
 
 
-def _schedules(facts: Facts, now: datetime) -> Verdict:
+def _schedules_verdict(facts: Facts, now: datetime) -> Verdict:
     running = [schedule for schedule in facts.schedules if not schedule.paused]
     late = [
         schedule
         for schedule in running
-        if schedule.next_run is not None and now - schedule.next_run > OVERDUE
+        if schedule.next_run is not None and now - schedule.next_run > TRIGGER_OVERDUE_AFTER
     ]
     if late:
         hint = "Controllers trigger the schedules: start one, or look at its log."
         since = min(schedule.next_run for schedule in late if schedule.next_run is not None)
-        return Verdict("schedules", "Schedules", State.ERROR, f"overdue: {_names(late)}", hint, since)
+        return Verdict("schedules", "Schedules", State.ERROR, f"overdue: {_join_names(late)}", hint, since)
     failed = [schedule for schedule in running if schedule.last_ok is False]
     if failed:
         hint = "The admin has the reason under Failed tasks."
         since = min(schedule.last_run for schedule in failed if schedule.last_run is not None)
-        return Verdict("schedules", "Schedules", State.WARNING, f"failed: {_names(failed)}", hint, since)
+        return Verdict("schedules", "Schedules", State.WARNING, f"failed: {_join_names(failed)}", hint, since)
     paused = [schedule for schedule in facts.schedules if schedule.paused]
     if paused:
         hint = "Resume them in the admin under Scheduled tasks."
-        return Verdict("schedules", "Schedules", State.WARNING, f"paused: {_names(paused)}", hint)
+        return Verdict("schedules", "Schedules", State.WARNING, f"paused: {_join_names(paused)}", hint)
     if not facts.schedules:
         hint = "The first controller makes them."
         return Verdict("schedules", "Schedules", State.ERROR, "there are none", hint)
     return Verdict("schedules", "Schedules", State.OK, f"{len(running)} on time")
 
 
-def _workers(facts: Facts) -> Verdict:
+def _workers_verdict(facts: Facts) -> Verdict:
     counted = [f"{number} {status}" for status, number in sorted(facts.workers.items())]
     text = ", ".join(counted) or "no worker has registered"
     if facts.held:
@@ -251,7 +251,7 @@ def _workers(facts: Facts) -> Verdict:
     return Verdict("workers", "Workers", State.OK, text)
 
 
-def _work(facts: Facts) -> Verdict:
+def _work_verdict(facts: Facts) -> Verdict:
     work, intents = facts.operations, facts.intents
     text = (
         f"{counted(work.running, 'operation')} running, {work.waiting} waiting; on nodes"
@@ -265,22 +265,22 @@ def _work(facts: Facts) -> Verdict:
     return Verdict("operations", "Operations", State.OK, text, since=oldest)
 
 
-def _definitions(facts: Facts) -> Verdict:
+def _definitions_verdict(facts: Facts) -> Verdict:
     name, broken = "Model definitions", facts.broken_definitions
     if facts.models_folder:
         hint = "Check LOCALAI_MODELS_PATH on this web process's machine."
         return Verdict("models", name, State.ERROR, f"the models folder {facts.models_folder}", hint)
     if broken:
-        listed = "; ".join(f"{file} {reason}" for file, reason in list(broken.items())[:_MAX_NAMED])
-        suffix = f"; and {len(broken) - _MAX_NAMED} more" if len(broken) > _MAX_NAMED else ""
+        listed = "; ".join(f"{file} {reason}" for file, reason in list(broken.items())[:_MAX_NAMED_FILES])
+        suffix = f"; and {len(broken) - _MAX_NAMED_FILES} more" if len(broken) > _MAX_NAMED_FILES else ""
         hint = "Correct or remove the files: the models in them do not serve. The Models page lists them all."
         text = f"{counted(len(broken), 'file')} cannot be used: {listed}{suffix}"
         return Verdict("models", name, State.WARNING, text, hint)
     return Verdict("models", name, State.OK, "every file can be used")
 
 
-def _versions(facts: Facts, now: datetime) -> Verdict:
-    alive = [*_alive(facts, "web", now), *_alive(facts, "controller", now)]
+def _versions_verdict(facts: Facts, now: datetime) -> Verdict:
+    alive = [*_alive_processes(facts, "web", now), *_alive_processes(facts, "controller", now)]
     other_versions = sorted(
         {process.version for process in alive if process.version not in ("", facts.version)}
     )
@@ -295,18 +295,18 @@ def _versions(facts: Facts, now: datetime) -> Verdict:
     return Verdict("versions", "Versions", State.OK, facts.version)
 
 
-def _disk(facts: Facts) -> Verdict:
+def _disk_verdict(facts: Facts) -> Verdict:
     name = "Disk of the data folder"
     if facts.disk is None:
         hint = "Check the disk or mount of CLUSTER_DATA_DIR on this web process's machine."
         return Verdict("disk", name, State.ERROR, f"{facts.data_dir} does not answer", hint)
     free_fraction = facts.disk.free / facts.disk.total if facts.disk.total else 0.0
     text = str(facts.disk)
-    if free_fraction >= LITTLE_DISK:
+    if free_fraction >= DISK_WARNING_FRACTION:
         return Verdict("disk", name, State.OK, text)
-    state = State.ERROR if free_fraction < NO_DISK else State.WARNING
+    state = State.ERROR if free_fraction < DISK_ERROR_FRACTION else State.WARNING
     return Verdict("disk", name, state, text, "Free space there, or move CLUSTER_DATA_DIR.")
 
 
-def _names(schedules: Sequence[Schedule]) -> str:
+def _join_names(schedules: Sequence[Schedule]) -> str:
     return ", ".join(schedule.name for schedule in schedules)

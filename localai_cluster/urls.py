@@ -31,7 +31,7 @@ def _redirect_to(target: str) -> Callable[..., HttpResponseBase]:
 
 
 @csrf_exempt
-def _document(request: HttpRequest, view: str) -> HttpResponseBase:
+def _serve_document(request: HttpRequest, view: str) -> HttpResponseBase:
     """Serve the API document or its pages; the first request imports them."""
     from localai_cluster import api_document
 
@@ -84,7 +84,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("models/delete/<path:model>", stock.StockDeleteView.as_view()),
     path("models/toggle-pinned/<path:model>/<str:action>", stock.PinView.as_view()),
     path("api/system/health", SystemHealthView.as_view()),
-    path("api/schema", _document, {"view": "schema"}, name="schema"),
-    path("api/docs", _document, {"view": "docs"}),
+    path("api/schema", _serve_document, {"view": "schema"}, name="schema"),
+    path("api/docs", _serve_document, {"view": "docs"}),
     path("admin/", admin.site.urls),
 ]

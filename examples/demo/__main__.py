@@ -24,7 +24,7 @@ from websockets.sync.client import connect
 
 from examples.demo.client import Target, ask, stream
 from examples.demo.figures import Figure, compare, rows
-from localai_cluster.embedded.layout import EXAMPLES
+from localai_cluster.embedded.layout import EXAMPLES_FOLDER
 from localai_cluster.embedded.resources import SetupError, free_port
 from localai_cluster.embedded.run import Cluster, is_ok, one_line
 from localai_cluster.embedded.server import last_line
@@ -122,7 +122,7 @@ def play(target: Target, console: Console) -> list[Figure]:
     """Has a chat streamed and sends the request twice, cold (perhaps) and warm. Returns the figures of the
     first answer.
     """
-    demo = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))
+    demo = json.loads((EXAMPLES_FOLDER / "demo.json").read_text(encoding="utf-8"))
     request = demo["request"]
     console.print(
         f"{request['method']} {target.url}{request['path']} {json.dumps(request['body'])}", soft_wrap=True

@@ -1,4 +1,4 @@
-"""Programs that run beside the running cluster of a data directory.
+"""Programs (`make manage`, `make worker`) that use the cluster which runs on a data directory.
 
 `make manage ARGS="nodes list"` runs a management command, `make worker NAME=two` adds a worker.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from localai_cluster.embedded.layout import LOCAL_WORKER, ROOT, SERVER_URLS, WORKER_COMMAND, Layout
+from localai_cluster.embedded.layout import LOCAL_WORKER_NAME, ROOT, SERVER_URLS_FILE, WORKER_COMMAND, Layout
 from localai_cluster.embedded.lock import holder_of
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.terminal import Log
@@ -29,7 +29,9 @@ def _running_layout(environ: Mapping[str, str]) -> Layout:
 def management_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a management command. Raise SetupError if no cluster is running."""
     layout = _running_layout(environ)
-    urls: dict[str, str] = json.loads((layout.secrets.directory / SERVER_URLS).read_text(encoding="utf-8"))
+    urls: dict[str, str] = json.loads(
+        (layout.secrets.directory / SERVER_URLS_FILE).read_text(encoding="utf-8")
+    )
     return {**layout.product_environment({}), **urls}
 
 
@@ -40,7 +42,7 @@ def worker_environment(environ: Mapping[str, str], name: str) -> dict[str, str]:
     """
     if not name:
         raise SetupError("NAME is required.", "Example: make worker NAME=two.")
-    if name == LOCAL_WORKER:
+    if name == LOCAL_WORKER_NAME:
         raise SetupError(
             f"The name {name!r} belongs to the worker of `make run`.", "Example: make worker NAME=two."
         )
@@ -50,25 +52,25 @@ def worker_environment(environ: Mapping[str, str], name: str) -> dict[str, str]:
     return layout.worker_environment(name, layout.data_dir / "workers" / name)
 
 
-def _manage(arguments: Sequence[str]) -> None:
+def _run_management_command(arguments: Sequence[str]) -> None:
     words = shlex.split(" ".join(arguments)) or ["help"]
     command = [sys.executable, str(ROOT / "manage.py"), *words]
     os.execve(sys.executable, command, management_environment(os.environ))
 
 
-def _worker(arguments: Sequence[str]) -> None:
+def _run_worker(arguments: Sequence[str]) -> None:
     env = worker_environment(os.environ, arguments[0] if arguments else "")
     Path(env["LOCALAI_BACKENDS_PATH"]).mkdir(parents=True, exist_ok=True)
     os.execve(WORKER_COMMAND[0], WORKER_COMMAND, env)
 
 
-_PROGRAMS = {"manage": _manage, "worker": _worker}
+_RUN_BY_PROGRAM = {"manage": _run_management_command, "worker": _run_worker}
 
 
 def main(program: str, *arguments: str) -> int:
-    """Replace this process with the program; return an exit code only if that fails."""
+    """Replace this process with the program `manage` or `worker`. Return an exit code only if that fails."""
     try:
-        _PROGRAMS[program](arguments)
+        _RUN_BY_PROGRAM[program](arguments)
     except (SetupError, OSError, ValueError) as error:
         Log().say(program, str(error))
     return 1

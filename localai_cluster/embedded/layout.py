@@ -1,4 +1,4 @@
-"""The layout of one run: its folders, its servers, and the environment of every child process.
+"""The layout of one `make run`: its folders, its servers, and the environment of every child process.
 
 Nothing starts here; `run.py` does that. The operator's settings are passed on unchanged, secrets as paths of
 their files. The worker gets its own environment, without the database and the admin key.
@@ -42,11 +42,11 @@ def ssl_context_for(certificate: Path) -> ssl.SSLContext:
 
 
 def certified_host(certificate: Path, preferred: str) -> str:
-    """Return `preferred` if the certificate names it, else another host of this machine in the certificate.
+    """Return `preferred` if the certificate names it, else another name of this machine in the certificate.
 
     Raise SetupError if the certificate names no host of this machine.
     """
-    names = _names(certificate)
+    names = _certificate_hosts(certificate)
     for host in (preferred, "localhost", *names):
         if host in names:
             return host
@@ -57,21 +57,25 @@ def certified_host(certificate: Path, preferred: str) -> str:
 
 
 def public_host(certificate: Path, preferred: str) -> str:
-    """Return `preferred` if the certificate names it, else a name in it that other machines may know."""
-    names = _names(certificate)
+    """Return `preferred` if the certificate names it, else a host in it that other machines may know."""
+    names = _certificate_hosts(certificate)
     others = (name for name in names if not addresses.is_loopback(name))
     return preferred if preferred in names else next(others, preferred)
 
 
 def is_self_signed(certificate: Path) -> bool:
     """Return True if the certificate signs itself."""
-    found = _read(certificate)
+    found = _load_certificate(certificate)
     return found.issuer == found.subject
 
 
-def _names(certificate: Path) -> list[str]:
+def _certificate_hosts(certificate: Path) -> list[str]:
     try:
-        names = _read(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = (
+            _load_certificate(certificate)
+            .extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            .value
+        )
     except x509.ExtensionNotFound:
         return []
     addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
@@ -79,29 +83,29 @@ def _names(certificate: Path) -> list[str]:
     return [host for host in hosts if not host.startswith("*")]
 
 
-def _read(certificate: Path) -> x509.Certificate:
+def _load_certificate(certificate: Path) -> x509.Certificate:
     # The settings have been checked: it can be read and holds a certificate.
     return x509.load_pem_x509_certificates(certificate.read_bytes())[0]
 
 
 ROOT = Path(__file__).resolve().parents[2]
-GALLERY = ROOT / "build" / "gallery"
-MODEL_FILES = ROOT / "build" / "models"
-EXAMPLES = ROOT / "examples"
+GALLERY_FOLDER = ROOT / "build" / "gallery"
+MODEL_FILES_FOLDER = ROOT / "build" / "models"
+EXAMPLES_FOLDER = ROOT / "examples"
 WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
-LOCAL_WORKER = "local"
+LOOPBACK_HOSTS = {"127.0.0.1", "::1", "localhost"}
+LOCAL_WORKER_NAME = "local"
 NATS_PORT = 4222
 MAX_WEB_PROCESSES = 4
-SERVER_URLS = "server_urls"
+SERVER_URLS_FILE = "server_urls"
 """Name of the file in the secrets folder to which `make run` writes its bundled servers' URLs."""
-WORKER_PORT = 50051
+FIRST_WORKER_PORT = 50051
 """First port of the local worker's engines; its probes use the port below it.
 
 Further workers use blocks of higher ports.
 """
 
-_HIDDEN_FROM_WORKERS = (
+_VARIABLES_HIDDEN_FROM_WORKERS = (
     "SECRET_KEY",
     "DATABASE_URL",
     "REDIS_URL",
@@ -166,18 +170,22 @@ class Layout:
     @property
     def open_to_others(self) -> bool:
         """True if other machines can reach the cluster."""
-        return self.host not in LOOPBACK
+        return self.host not in LOOPBACK_HOSTS
 
     @property
     def base_url(self) -> str:
         """The cluster's URL on this machine, with a host that its certificate names."""
-        host = certified_host(self.certificate, self._dial_host) if self.certificate else self._dial_host
-        return f"{self._scheme}://{_bracketed(host)}:{self.port}"
+        host = (
+            certified_host(self.certificate, self._local_dial_host)
+            if self.certificate
+            else self._local_dial_host
+        )
+        return f"{self._url_scheme}://{_bracket_ipv6(host)}:{self.port}"
 
     @property
     def probe_url(self) -> str:
         """The cluster's URL for probes; with `probe_trust` the certificate need not name its host."""
-        return f"{self._scheme}://{_bracketed(self._dial_host)}:{self.port}"
+        return f"{self._url_scheme}://{_bracket_ipv6(self._local_dial_host)}:{self.port}"
 
     @cached_property
     def probe_trust(self) -> ssl.SSLContext | bool:
@@ -185,11 +193,11 @@ class Layout:
         return ssl_context_for(self.certificate) if self.certificate else True
 
     @property
-    def _dial_host(self) -> str:
+    def _local_dial_host(self) -> str:
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
-    def _scheme(self) -> str:
+    def _url_scheme(self) -> str:
         return "https" if self.certificate else "http"
 
     @property
@@ -203,7 +211,7 @@ class Layout:
         host = reachable_address(self.host)
         if self.certificate:
             host = public_host(self.certificate, host)
-        return f"{self._scheme}://{_bracketed(host)}:{self.port}"
+        return f"{self._url_scheme}://{_bracket_ipv6(host)}:{self.port}"
 
     @property
     def join_command(self) -> Path:
@@ -219,11 +227,11 @@ class Layout:
         return conf.load(self.environ)[0].wheel_dir
 
     def given(self, name: str) -> bool:
-        """Return True if the operator has set NAME or NAME_FILE."""
+        """Return True if the operator has set the variable `name` or `<name>_FILE`."""
         return bool(self.environ.get(name) or self.environ.get(f"{name}_FILE"))
 
     def servers(self) -> dict[str, EmbeddedServer]:
-        """Return the bundled servers to start, in start order, by the variable that replaces each."""
+        """Return the bundled servers in start order, by the variable that replaces each of them."""
         wanted: dict[str, EmbeddedServer] = {}
         if not self.given("DATABASE_URL"):
             wanted["DATABASE_URL"] = EmbeddedPostgres(self.data_dir / "postgres", self.sockets)
@@ -231,8 +239,8 @@ class Layout:
             wanted["LOCALAI_NATS_URL"] = EmbeddedNats(
                 self.data_dir / "nats",
                 host=self.host,
-                port=self._nats_port(),
-                keys=self._bus_keys(),
+                port=self._choose_nats_port(),
+                keys=self._load_bus_keys(),
             )
         if not self.given("REDIS_URL"):
             wanted["REDIS_URL"] = EmbeddedValkey(
@@ -240,7 +248,7 @@ class Layout:
             )
         return wanted
 
-    def _bus_keys(self) -> BusKeys:
+    def _load_bus_keys(self) -> BusKeys:
         seeds = [self.secrets.value(name) for name in ("nats_operator", "nats_system", "nats_account")]
         try:
             return BusKeys.of(*seeds)
@@ -250,8 +258,11 @@ class Layout:
                 "Remove the files nats_* there to have new keys generated. Workers register again.",
             ) from None
 
-    def _nats_port(self) -> int:
-        """Return the last run's port if it is free, since workers on other machines use it; else another."""
+    def _choose_nats_port(self) -> int:
+        """Return the NATS port of the last run if it is free, else another port.
+
+        Workers on other machines use the port of the last run.
+        """
         note = self.data_dir / "nats-port"
         preferred = NATS_PORT
         with suppress(OSError, ValueError):
@@ -264,12 +275,12 @@ class Layout:
         """Return the environment of web, controller, tasks and management commands."""
         gallery = [{"name": "local", "url": "cluster:index.yaml"}]
         return {
-            "CLUSTER_GALLERY_DIR": str(GALLERY),
+            "CLUSTER_GALLERY_DIR": str(GALLERY_FOLDER),
             "LOCALAI_BACKEND_GALLERIES": json.dumps(gallery),
             "CLUSTER_PUBLIC_URL": self.public_url,
             # glibc gives each thread a heap of its own, which grows and is never given back.
             "MALLOC_ARENA_MAX": "2",
-            "CLUSTER_WEB_PROCESSES": str(self._web_processes()),
+            "CLUSTER_WEB_PROCESSES": str(self._count_web_processes()),
             **self.environ,
             **self.secrets.environment(),
             **{name: server.url for name, server in servers.items()},
@@ -281,17 +292,17 @@ class Layout:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def _web_processes(self) -> int:
+    def _count_web_processes(self) -> int:
         """Return the number of web processes: one for each core, at most `MAX_WEB_PROCESSES`.
 
-        Daphne serves with one process.
+        With Daphne as the web server there is one process.
         """
         is_uvicorn = conf.load(self.environ)[0].server == "uvicorn"
         return min(len(os.sched_getaffinity(0)), MAX_WEB_PROCESSES) if is_uvicorn else 1
 
     def forget_original(self) -> None:
         """Remove from a copied folder the original cluster's keys and URLs of servers."""
-        (self.secrets.directory / SERVER_URLS).unlink(missing_ok=True)
+        (self.secrets.directory / SERVER_URLS_FILE).unlink(missing_ok=True)
         self.secrets.renew_bus_keys()
         shutil.rmtree(self.data_dir / "nats" / "accounts", ignore_errors=True)
 
@@ -299,14 +310,14 @@ class Layout:
         """Return the additional environment of `manage.py bootstrap`.
 
         It names the node to enrol and its secret, and the file for the command that adds machines. It also
-        has whether the admin's password was generated and whether the data folder was copied.
+        states whether the admin's password was generated and whether the data folder was copied.
         """
         home = private_directory(self.data_dir / "worker")
         ensure_secret(home / "node-secret")
         self.join_command.unlink(missing_ok=True)  # its token may have expired
         return {
             "CLUSTER_ADMIN_PASSWORD_GENERATED": str(not self.secrets.given("admin_password")).lower(),
-            "CLUSTER_ENROL_NODE": LOCAL_WORKER,
+            "CLUSTER_ENROL_NODE": LOCAL_WORKER_NAME,
             "CLUSTER_ENROL_SECRET_FILE": str(home / "node-secret"),
             "CLUSTER_DATA_COPIED": str(copied).lower(),
             **({"CLUSTER_JOIN_COMMAND_FILE": str(self.join_command)} if self.open_to_others else {}),
@@ -318,17 +329,18 @@ class Layout:
         The registration provides the bus's address and the credentials for it.
         """
         private_directory(home)
-        hidden = {hidden for name in _HIDDEN_FROM_WORKERS for hidden in (name, f"{name}_FILE")}
+        hidden = {hidden for name in _VARIABLES_HIDDEN_FROM_WORKERS for hidden in (name, f"{name}_FILE")}
         own = {
             "LOCALAI_REGISTER_TO": self.base_url,
             "LOCALAI_NODE_NAME": name,
-            "LOCALAI_ADDR": f"127.0.0.1:{WORKER_PORT}",
-            "LOCALAI_HTTP_ADDR": f"127.0.0.1:{WORKER_PORT - 1}",
+            "LOCALAI_ADDR": f"127.0.0.1:{FIRST_WORKER_PORT}",
+            "LOCALAI_HTTP_ADDR": f"127.0.0.1:{FIRST_WORKER_PORT - 1}",
             "LOCALAI_WORKER_FIND_PORTS": "true",
             "LOCALAI_BACKENDS_PATH": str(home / "backends"),
             "LOCALAI_MODELS_PATH": str(home / "models"),
             "LOCALAI_WORKER_DATA_DIR": str(home),
-            "LOCALAI_WORKER_SOURCE_ROOTS": self.environ.get("LOCALAI_WORKER_SOURCE_ROOTS") or str(GALLERY),
+            "LOCALAI_WORKER_SOURCE_ROOTS": self.environ.get("LOCALAI_WORKER_SOURCE_ROOTS")
+            or str(GALLERY_FOLDER),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
@@ -346,10 +358,10 @@ class Layout:
         if self.environ.get("LOCALAI_MODELS_PATH"):
             return
         models, draft = self.data_dir / "models", self.data_dir / "models.new"
-        if not models.exists() and (EXAMPLES / "models").is_dir():
+        if not models.exists() and (EXAMPLES_FOLDER / "models").is_dir():
             shutil.rmtree(draft, ignore_errors=True)
-            shutil.copytree(EXAMPLES / "models", draft)
-            for file in MODEL_FILES.glob("*.gguf"):
+            shutil.copytree(EXAMPLES_FOLDER / "models", draft)
+            for file in MODEL_FILES_FOLDER.glob("*.gguf"):
                 link_or_copy(file, draft / file.name)
             draft.rename(models)
 
@@ -363,7 +375,7 @@ class Layout:
 
 
 def link_or_copy(file: Path, place: Path) -> None:
-    """Link the file under another name; copy it where the file system has no links."""
+    """Create a hard link to `file` at `place`; copy the file if the file system has no links."""
     try:
         place.hardlink_to(file)
     except OSError:
@@ -395,7 +407,7 @@ def manage(*words: str) -> list[str]:
     return [sys.executable, str(ROOT / "manage.py"), *words]
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 

@@ -19,7 +19,7 @@ from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import files, processes
 
-FILE = "folder.json"
+FOLDER_ID_FILE = "folder.json"
 
 
 def folder_id(folder: Path) -> str:
@@ -29,9 +29,9 @@ def folder_id(folder: Path) -> str:
 
 
 def is_copy(folder: Path) -> bool:
-    """Return True if `folder` is a copy: its file names another folder."""
+    """Return True if `folder` is a copy of another folder, which its file `folder.json` names."""
     try:
-        claimed = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        claimed = json.loads((folder / FOLDER_ID_FILE).read_text(encoding="utf-8"))
         device, inode = str(claimed["folder"]).split(".")
         boot = claimed["boot"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -41,13 +41,13 @@ def is_copy(folder: Path) -> bool:
 
 
 def claim(folder: Path) -> None:
-    """Record in `folder` that its content was written for this folder."""
+    """Record the id of `folder` in its file `folder.json`, so that a later copy can be detected."""
     files.replace_file(
-        folder / FILE, json.dumps({"folder": folder_id(folder), "boot": files.boot_id()}) + "\n"
+        folder / FOLDER_ID_FILE, json.dumps({"folder": folder_id(folder), "boot": files.boot_id()}) + "\n"
     )
 
 
-REAPER_SECONDS = 60.0
+REAPER_TIMEOUT = 60.0
 """Seconds for the process reaper of a killed run to stop its processes."""
 
 
@@ -63,24 +63,24 @@ class DataLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = self._read()
+            holder = self._read_holder()
             os.close(self._descriptor)
             raise SetupError(
                 f"{data_dir} is in use by another run (process id {holder.get('pid', 'unknown')},"
                 f" port {holder.get('port', 'unknown')}).",
                 "Stop it with Ctrl-C, or choose another CLUSTER_DATA_DIR.",
             ) from None
-        self.taken_over = self._read()
+        self.taken_over = self._read_holder()
         if not str(self.taken_over.get("mark", "")).startswith(f"{self._folder}."):
             self.taken_over = {}
             os.ftruncate(self._descriptor, 0)
 
     def new_mark(self) -> str:
-        """Return a new mark for the processes of a run on this folder."""
+        """Return a new mark: text in the environment of all processes of a run on this folder."""
         return f"{self._folder}.{secrets.token_hex(8)}"
 
     def note(self, **holder: Any) -> None:
-        """Write the holder to the lock file: process id, port, and the mark in its children's environment."""
+        """Write this process to the lock file: its id, port, and the mark in its children's environment."""
         text = json.dumps({"pid": os.getpid(), **holder}).encode()
         # A single write, padded to the old length, so that a concurrent reader sees a complete record.
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
@@ -90,11 +90,11 @@ class DataLock:
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
-    def _read(self) -> dict[str, Any]:
-        return _parse(os.pread(self._descriptor, 4096, 0))
+    def _read_holder(self) -> dict[str, Any]:
+        return _parse_json_object(os.pread(self._descriptor, 4096, 0))
 
 
-def _parse(text: bytes) -> dict[str, Any]:
+def _parse_json_object(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text or b"{}")
     except ValueError:
@@ -109,14 +109,14 @@ def holder_of(data_dir: Path) -> dict[str, Any]:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _parse(file.read())
+                return _parse_json_object(file.read())
     except OSError:
         pass
     return {}
 
 
 def end_leftovers(mark: str) -> int:
-    """Stop the processes of a killed run, which carry `mark`; return their number.
+    """Stop the processes of a killed run, whose environment contains `mark`; return their number.
 
     Usually the run's process reaper is stopping them already and only needs time. If the reaper was killed
     too, the processes get SIGTERM, then SIGKILL.
@@ -126,6 +126,6 @@ def end_leftovers(mark: str) -> int:
         return 0
     if not processes.reaper_of(mark):
         processes.kill(set(left), signal.SIGTERM)
-    if not wait_for(lambda: not any(processes.marked_processes(mark)), REAPER_SECONDS):
+    if not wait_for(lambda: not any(processes.marked_processes(mark)), REAPER_TIMEOUT):
         processes.sweep(mark)
     return len(left)

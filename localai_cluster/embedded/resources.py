@@ -41,7 +41,10 @@ def private_directory(path: Path) -> Path:
 
 
 def runtime_directory(data_dir: Path) -> Path:
-    """Return the directory for this data directory's sockets and pid files; it is the same in every run."""
+    """Return the directory for sockets and pid files of `data_dir`.
+
+    Every run on `data_dir` uses the same directory.
+    """
     inside = data_dir.absolute() / "run"
     if len(os.fsencode(inside)) + _MAX_SOCKET_NAME_LENGTH <= MAX_SOCKET_PATH_LENGTH:
         return private_directory(inside)

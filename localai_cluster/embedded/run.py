@@ -27,17 +27,17 @@ from localai_cluster import join_script
 from localai_cluster.embedded import build, lock, preparation
 from localai_cluster.embedded.bundled_servers import EmbeddedPostgres
 from localai_cluster.embedded.layout import (
-    EXAMPLES,
-    GALLERY,
-    LOCAL_WORKER,
-    SERVER_URLS,
+    EXAMPLES_FOLDER,
+    GALLERY_FOLDER,
+    LOCAL_WORKER_NAME,
+    SERVER_URLS_FILE,
     WORKER_COMMAND,
     Layout,
     free_bytes,
     manage,
 )
 from localai_cluster.embedded.lock import DataLock, end_leftovers
-from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED_LINE, Preparation
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import EmbeddedServer, Program, Supervisor, wait_for
 from localai_cluster.embedded.terminal import Foreground, Log
@@ -48,8 +48,8 @@ from localai_cluster.kit.processes import describe_exit
 NEEDED_BYTES = 512 * 1024 * 1024
 """Free bytes that the start requires: enough for a new database and one backend."""
 
-SERVERS_SECONDS = 30.0
-READY_SECONDS = 120.0
+SERVERS_TIMEOUT = 30.0
+READY_TIMEOUT = 120.0
 MAKE_BEGAN_VARIABLE = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
 _COPIED_NOTICE = (
@@ -84,9 +84,11 @@ class Cluster:
 
         Raise SetupError, or StartCancelled after `ask_to_stop`.
         """
-        self._clean()
-        self._check()
-        self._reaper = reaper = processes.ProcessReaper(self._lock.new_mark(), replaced=self._reaper_replaced)
+        self._clean_after_killed_run()
+        self._check_machine()
+        self._reaper = reaper = processes.ProcessReaper(
+            self._lock.new_mark(), replaced=self._log_replaced_reaper
+        )
         self._supervisor = supervisor = Supervisor(self.log, reaper)
         self._lock.note(port=self.layout.port, host=self.layout.host, mark=reaper.mark)
         self.servers = self.layout.servers()
@@ -97,27 +99,27 @@ class Cluster:
         )
         preparation.wait_checked()
         servers = [Program.of(member, rank) for rank, member in enumerate(self.servers.values())]
-        self._launch(supervisor, servers)
-        self._settle(supervisor, servers)
+        self._launch_programs(supervisor, servers)
+        self._wait_until_ready(supervisor, servers)
         urls = {name: member.url for name, member in self.servers.items()}
-        replace_file(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
+        replace_file(self.layout.secrets.directory / SERVER_URLS_FILE, json.dumps(urls) + "\n")
         self._offer_package()
         self._raise_if_cancelled()
         self.layout.seed_models()
         preparation.migrate()
         *programs, worker = self._programs(product)
         if not self._copied:  # the nodes of a copy are marked before anything reads them
-            self._launch(supervisor, programs)
+            self._launch_programs(supervisor, programs)
         self._finish_preparation(preparation)
         lock.claim(self.layout.data_dir)
         if self._copied:
-            self._launch(supervisor, programs)
-        self._settle(supervisor, programs)
+            self._launch_programs(supervisor, programs)
+        self._wait_until_ready(supervisor, programs)
         before = self._last_heartbeat()
-        self._launch(supervisor, [worker])
-        self._settle(supervisor, [worker])
+        self._launch_programs(supervisor, [worker])
+        self._wait_until_ready(supervisor, [worker])
         url, trust = f"{self.layout.probe_url}/readyz", self.layout.probe_trust
-        if not wait_for(lambda: self.stopping.is_set() or is_ok(url, trust), READY_SECONDS):
+        if not wait_for(lambda: self.stopping.is_set() or is_ok(url, trust), READY_TIMEOUT):
             raise SetupError(f"{url} does not become ready.", "See the output above.")
         self._raise_if_cancelled()
         self._wait_registered(before)
@@ -144,27 +146,27 @@ class Cluster:
         self._lock.release()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the running children by name."""
+        """Return the process ids of the running programs, by name."""
         return self._supervisor.pids() if self._supervisor else {}
 
     def _raise_if_cancelled(self) -> None:
         if self.stopping.is_set():
             raise StartCancelled
 
-    def _launch(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
+    def _launch_programs(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
         self._raise_if_cancelled()
         for program in programs:
             supervisor.launch(program)
 
-    def _settle(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
+    def _wait_until_ready(self, supervisor: Supervisor, programs: Sequence[Program]) -> None:
         for program in programs:
-            supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+            supervisor.settle(program, seconds=READY_TIMEOUT, cancelled=self.stopping.is_set)
         self._raise_if_cancelled()
 
-    def _reaper_replaced(self, code: int) -> None:
+    def _log_replaced_reaper(self, code: int) -> None:
         self.log.say("run", f"process reaper ended ({describe_exit(code)}), restarted")
 
-    def _clean(self) -> None:
+    def _clean_after_killed_run(self) -> None:
         before = self._lock.taken_over
         if before:
             self.log.say("run", f"cleaning up after a killed run (process id {before.get('pid')})")
@@ -174,7 +176,7 @@ class Cluster:
             self.log.say("run", _COPIED_NOTICE)
             self.layout.forget_original()
 
-    def _check(self) -> None:
+    def _check_machine(self) -> None:
         free = free_bytes(self.layout.data_dir)
         if free < NEEDED_BYTES:
             raise SetupError(
@@ -182,17 +184,17 @@ class Cluster:
                 "Free up space, or choose another CLUSTER_DATA_DIR.",
             )
         self.layout.check_port()
-        for name, check in preparation.CHECKS.items():
+        for name, check in preparation.CHECK_BY_SERVER.items():
             if self.layout.given(name):
-                check(self._given(name))
+                check(self._read_given_setting(name))
         if self.layout.given("LOCALAI_NATS_URL"):
             preparation.check_nats(
-                self._given("LOCALAI_NATS_URL"),
-                self._given("LOCALAI_NATS_ACCOUNT_SEED"),
+                self._read_given_setting("LOCALAI_NATS_URL"),
+                self._read_given_setting("LOCALAI_NATS_ACCOUNT_SEED"),
                 conf.load(self.layout.environ)[0].nats_tls,
             )
-        if not (GALLERY / "index.yaml").exists():
-            raise SetupError(f"The example gallery is missing from {GALLERY}.", "Run `make gallery`.")
+        if not (GALLERY_FOLDER / "index.yaml").exists():
+            raise SetupError(f"The example gallery is missing from {GALLERY_FOLDER}.", "Run `make gallery`.")
 
     def _offer_package(self) -> None:
         """Build the wheel for other machines if it is missing or outdated; log a failure and continue."""
@@ -204,22 +206,22 @@ class Cluster:
         except (SetupError, OSError) as error:
             self.log.say("run", f"other machines cannot install the worker: {error}")
 
-    def _given(self, name: str) -> str:
+    def _read_given_setting(self, name: str) -> str:
         path = self.layout.environ.get(f"{name}_FILE")
         return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
     def _finish_preparation(self, preparation: Preparation) -> None:
         """Wait for `bootstrap` and log its output. Raise SetupError if it fails."""
         said = preparation.finish().splitlines()
-        self.password_changed = PASSWORD_CHANGED in said
-        if told := [line for line in said if line != PASSWORD_CHANGED]:
+        self.password_changed = PASSWORD_CHANGED_LINE in said
+        if told := [line for line in said if line != PASSWORD_CHANGED_LINE]:
             self.log.say("run", "\n".join(told))
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
-        """Return web, controller and worker in start order. The program with the highest rank stops first."""
+        """Return the programs web, controller and worker in start order. The highest rank stops first."""
         layout, health = self.layout, f"{self.layout.probe_url}/healthz"
         trust = layout.probe_trust
-        worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker")
+        worker = layout.worker_environment(LOCAL_WORKER_NAME, layout.data_dir / "worker")
         wait = self._wait_for_servers
         return [
             Program(
@@ -232,38 +234,41 @@ class Cluster:
     def _wait_for_servers(self) -> None:
         # A program that restarts before its database is back would only fail and wait longer.
         servers = self.servers.values()
-        wait_for(lambda: self.stopping.is_set() or all(one.ready() for one in servers), SERVERS_SECONDS)
+        wait_for(lambda: self.stopping.is_set() or all(one.ready() for one in servers), SERVERS_TIMEOUT)
 
     def _last_heartbeat(self) -> str:
         """Return the local worker's last heartbeat in the registry; each registration changes it."""
-        wait_for(lambda: self.stopping.is_set() or bool(self._local_node()), READY_SECONDS)
+        wait_for(lambda: self.stopping.is_set() or bool(self._find_local_node()), READY_TIMEOUT)
         self._raise_if_cancelled()
-        return str(self._local_node().get("last_heartbeat", ""))
+        return str(self._find_local_node().get("last_heartbeat", ""))
 
     def _wait_registered(self, before: str) -> None:
-        """Wait for the local worker's registration; log a failure, since the cluster serves without it."""
+        """Wait until the local worker has registered.
+
+        Log a failure, since the cluster works without the worker.
+        """
 
         def registered() -> bool:
-            return bool(node := self._local_node()) and node.get("last_heartbeat") != before
+            return bool(node := self._find_local_node()) and node.get("last_heartbeat") != before
 
-        if not wait_for(lambda: self.stopping.is_set() or registered(), READY_SECONDS):
+        if not wait_for(lambda: self.stopping.is_set() or registered(), READY_TIMEOUT):
             self.log.say(
                 "run",
                 "the local worker has not registered; see its output above (worker |). "
                 "The cluster keeps running without it.",
             )
-        elif (status := self._local_node().get("status", "healthy")) != "healthy":
+        elif (status := self._find_local_node().get("status", "healthy")) != "healthy":
             page = f"{self.layout.base_url}/nodes"
             self.log.say("run", f"the local worker is {status} and receives no requests; see {page}")
         self._raise_if_cancelled()
 
-    def _local_node(self) -> Mapping[str, Any]:
+    def _find_local_node(self) -> Mapping[str, Any]:
         key = self.layout.secrets.value("admin_api_key")
-        return find_node(self.layout.probe_url, key, LOCAL_WORKER, self.layout.probe_trust)
+        return find_node(self.layout.probe_url, key, LOCAL_WORKER_NAME, self.layout.probe_trust)
 
 
 @cache
-def _client(trust: ssl.SSLContext | bool) -> httpx.Client:
+def _probe_client(trust: ssl.SSLContext | bool) -> httpx.Client:
     """Return the shared HTTP client for probes: creating a TLS context for each call would take 20 ms."""
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(timeout=2, trust_env=False, verify=trust, limits=limits)
@@ -272,7 +277,7 @@ def _client(trust: ssl.SSLContext | bool) -> httpx.Client:
 def is_ok(url: str, trust: ssl.SSLContext | bool = True) -> bool:
     """Return True if a GET of the URL returns 200."""
     try:
-        return _client(trust).get(url).status_code == 200
+        return _probe_client(trust).get(url).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -281,7 +286,7 @@ def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True
     """Return the node with this name; empty if it does not exist or the registry does not respond."""
     headers = {"Authorization": f"Bearer {key}"}
     try:
-        found = _client(trust).get(f"{url}/api/nodes", headers=headers).json()
+        found = _probe_client(trust).get(f"{url}/api/nodes", headers=headers).json()
     except (httpx.HTTPError, ValueError):
         return {}
     nodes = found.get("nodes", []) if isinstance(found, dict) else found
@@ -325,7 +330,7 @@ def _announce_join_command(cluster: Cluster) -> None:
         return
     wheel = join_script.find_wheel(layout.wheel_dir)
     url = conf.load(layout.environ)[0].public_url or layout.public_url
-    for warning in join_script.warnings(url, host=layout.host, wheel=wheel):
+    for warning in join_script.join_warnings(url, host=layout.host, wheel=wheel):
         log.say("run", f"to add a worker on another machine: {warning}")
     if wheel is None:
         return
@@ -342,7 +347,7 @@ def _remove_if_empty(path: Path) -> None:
 
 def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], None]) -> None:
     """Start the cluster, print how to use it, wait for a stop request, and stop the cluster."""
-    begun = clock.monotonic() - seconds_before(environ)
+    begun = clock.monotonic() - seconds_spent_by_make(environ)
     cluster = Cluster(environ, log)
     forwarded(cluster)
     with Foreground() as foreground:
@@ -362,14 +367,14 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
     log.say("run", "stopped")
 
 
-def seconds_before(environ: Mapping[str, str]) -> float:
+def seconds_spent_by_make(environ: Mapping[str, str]) -> float:
     """Return the seconds that `make` spent on installing and building before this process started."""
     with suppress(ValueError):
         return max(clock.now().timestamp() - float(environ.get(MAKE_BEGAN_VARIABLE, "")), 0.0)
     return 0.0
 
 
-_EXAMPLES = {"chat": "an answer that streams", "request": "three vectors"}
+_RESULT_BY_EXAMPLE = {"chat": "an answer that streams", "request": "three vectors"}
 
 
 @dataclass(frozen=True)
@@ -384,7 +389,7 @@ def served_models(layout: Layout) -> frozenset[str]:
     """Return the names of the running cluster's models; empty if the cluster does not respond."""
     headers = {"Authorization": f"Bearer {layout.secrets.value('admin_api_key')}"}
     try:
-        client = _client(layout.probe_trust)
+        client = _probe_client(layout.probe_trust)
         listed = client.get(f"{layout.probe_url}/v1/models", headers=headers, timeout=10).json()
         return frozenset(model["id"] for model in listed["data"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
@@ -397,10 +402,10 @@ def example_requests(layout: Layout, models: Container[str]) -> list[ExampleRequ
     The requests are in `examples/demo.json`. Their commands read the API key from its file and work in any
     folder.
     """
-    demo = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))
+    demo = json.loads((EXAMPLES_FOLDER / "demo.json").read_text(encoding="utf-8"))
     return [
         ExampleRequest(what, _shell_line(layout, demo[name]["path"], demo[name]["body"]))
-        for name, what in _EXAMPLES.items()
+        for name, what in _RESULT_BY_EXAMPLE.items()
         if demo[name]["body"]["model"] in models
     ]
 
@@ -415,7 +420,7 @@ def _shell_line(layout: Layout, path: str, body: object) -> str:
 
 
 def main() -> int:
-    """Run the command; return its exit code."""
+    """Run `make run`; return the exit code."""
     log = Log()
 
     def forward(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.kit import nkeys
-from localai_cluster.kit.env import weak_secret
+from localai_cluster.kit.env import is_weak_secret
 from localai_cluster.kit.files import create_file
 
 SECRET_VARIABLES = {
@@ -23,7 +23,7 @@ SECRET_VARIABLES = {
     "nats_operator": "CLUSTER_NATS_OPERATOR_SEED",
     "nats_system": "CLUSTER_NATS_SYSTEM_SEED",
 }
-"""Variable that replaces each generated secret, by the secret's name."""
+"""Environment variable that an operator can set in place of each generated secret, by the secret's name."""
 
 INTERNAL_SECRETS = ("valkey",)
 """Names of secrets between the bundled servers and our processes. No setting replaces them."""
@@ -56,7 +56,7 @@ class Secrets:
         return bool(variable) and bool(self._environ.get(variable) or self._environ.get(f"{variable}_FILE"))
 
     def path(self, name: str) -> Path | None:
-        """Return the secret's file, ours or the operator's; None if only the environment has the secret."""
+        """Return the path of the secret's file. Return None if a variable holds the secret itself."""
         variable = SECRET_VARIABLES.get(name, "")
         if variable and self._environ.get(variable):
             return None
@@ -103,12 +103,12 @@ class Secrets:
         return [
             variable
             for variable, value in given.items()
-            if any(weak_secret(key.strip()) for key in _separated(variable, value))
+            if any(is_weak_secret(key.strip()) for key in _split_secrets(variable, value))
         ]
 
 
-def _separated(variable: str, value: str) -> list[str]:
-    """Return the secrets in the value of a variable. Only the variable of the API key may hold several."""
+def _split_secrets(variable: str, value: str) -> list[str]:
+    """Split the value of a variable into its secrets. Only the variable of the API keys may hold several."""
     return value.split(",") if variable == SECRET_VARIABLES["admin_api_key"] else [value]
 
 

@@ -1,4 +1,4 @@
-"""Bundled servers (prepare, argv, ready, settle, stop) and the supervisor of the programs of `make run`.
+"""Base class of the bundled servers, and the supervisor of the programs of `make run`.
 
 The supervisor runs these steps for `make run`; `start` and `stop` run them for tests and small tools. It
 starts programs in order, restarts them with back-off, and stops them by rank, the highest first: a stop
@@ -142,11 +142,11 @@ STEADY_SECONDS = 60.0
 """Seconds that a child must run so that its next restart delay is `FIRST_DELAY` again."""
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _always(*_: str) -> bool:
+def _return_true(*_: str) -> bool:
     return True
 
 
@@ -160,10 +160,10 @@ class Program:
     rank: int = 0
     polite: int = signal.SIGTERM
     seconds: float = 15.0
-    prepare: Callable[[], None] = _nothing
-    settle: Callable[[], None] = _nothing
-    ready: Callable[[], bool] = _always
-    keeps_line: Callable[[str], bool] = _always
+    prepare: Callable[[], None] = _do_nothing
+    settle: Callable[[], None] = _do_nothing
+    ready: Callable[[], bool] = _return_true
+    keeps_line: Callable[[str], bool] = _return_true
 
     @classmethod
     def of(cls, server: EmbeddedServer, rank: int) -> "Program":
@@ -184,7 +184,7 @@ class Program:
 
 
 def count_failures(earlier: int, uptime: float) -> int:
-    """Return the number of consecutive failures after a child has ended.
+    """Return the number of consecutive failures, which includes the child process that has just ended.
 
     `uptime` is in seconds; after `STEADY_SECONDS` the count restarts.
     """
@@ -192,12 +192,12 @@ def count_failures(earlier: int, uptime: float) -> int:
 
 
 def restart_delay(failures: int) -> float:
-    """Return the seconds until the restart of a child after this number of consecutive failures."""
+    """Return the seconds to wait before a restart after `failures` consecutive failures."""
     return backoff.delay(failures, first=FIRST_DELAY, longest=MAX_DELAY)
 
 
 class _Supervised:
-    """A program and its current child. The lock is held for a start or stop, never for a wait."""
+    """A program and its current child process. `lock` is held for a start or stop, never during a wait."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -217,7 +217,7 @@ class Supervisor:
         self._hurry = threading.Event()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the running children by name."""
+        """Return the process ids of the running programs, by name."""
         return {name: kept.child.pid for name, kept in self._programs.items() if kept.child}
 
     def start(
@@ -233,12 +233,12 @@ class Supervisor:
     def launch(self, program: Program) -> None:
         """Start `program` without a wait; call `settle` afterwards. Raise SetupError if the start fails."""
         kept = self._programs[program.name] = _Supervised(program)
-        self._spawn(kept)
+        self._spawn_child(kept)
 
     def settle(
         self, program: Program, *, seconds: float = 60.0, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Wait until a launched program is ready, and keep it running from then on.
+        """Wait until a program that `launch` started is ready, and keep it running from then on.
 
         Raise SetupError if the program ends before it is ready.
         """
@@ -257,14 +257,16 @@ class Supervisor:
             hint = f"See its output above ({program.name} |)."
             raise SetupError(f"{program.name} failed to start ({reason}).", hint)
         program.settle()
-        threading.Thread(target=self._keep, args=(kept,), name=f"keep-{program.name}", daemon=True).start()
+        threading.Thread(
+            target=self._keep_running, args=(kept,), name=f"keep-{program.name}", daemon=True
+        ).start()
 
     def hurry(self) -> None:
         """End all waits for orderly stops, including current waits."""
         self._hurry.set()
 
     def stop(self) -> list[str]:
-        """Stop all programs, the highest rank first; return the names of killed programs."""
+        """Stop all programs, the highest rank first; return the names of programs that SIGKILL had to end."""
         self._stopping.set()
         killed = []
         for kept in sorted(self._programs.values(), key=lambda one: one.program.rank, reverse=True):
@@ -277,10 +279,10 @@ class Supervisor:
             self._reaper.discard(child.pid)
         return killed
 
-    def _mark_of(self, program: Program) -> str:
+    def _mark_for(self, program: Program) -> str:
         return f"{self._reaper.mark}/{program.name}"
 
-    def _spawn(self, kept: _Supervised) -> None:
+    def _spawn_child(self, kept: _Supervised) -> None:
         program = kept.program
         program.prepare()
         with kept.lock:
@@ -289,7 +291,7 @@ class Supervisor:
             try:
                 child = processes.spawn(
                     program.argv,
-                    env={**program.env, processes.MARK_VARIABLE: self._mark_of(program)},
+                    env={**program.env, processes.MARK_VARIABLE: self._mark_for(program)},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                 )
@@ -308,7 +310,7 @@ class Supervisor:
         assert child.stdout
         self._log.follow(program.name, child.stdout, program.keeps_line)
 
-    def _keep(self, kept: _Supervised) -> None:
+    def _keep_running(self, kept: _Supervised) -> None:
         failures = 0
         while True:
             child, group = kept.child, kept.group
@@ -324,27 +326,27 @@ class Supervisor:
             )
             # Its children may have outlived it, some of them in their own sessions.
             processes.end(group, self._hurry.is_set)
-            processes.sweep(self._mark_of(kept.program))
+            processes.sweep(self._mark_for(kept.program))
             self._reaper.discard(child.pid)
-            failures = self._restart(kept, failures)
+            failures = self._restart_until_started(kept, failures)
             if self._stopping.is_set():
                 return
 
-    def _restart(self, kept: _Supervised, failures: int) -> int:
+    def _restart_until_started(self, kept: _Supervised, failures: int) -> int:
         """Restart the program until a start succeeds; return the number of consecutive failures."""
         while not self._stopping.wait(restart_delay(failures)):
             try:
-                self._spawn(kept)
+                self._spawn_child(kept)
             except (SetupError, OSError) as error:
                 failures += 1
                 delay = restart_delay(failures)
                 self._log.say("run", f"{error} {kept.program.name}: retrying in {delay:.0f} s")
                 continue
-            wait_for(lambda: self._is_up(kept), 60)
+            wait_for(lambda: self._is_ready_or_ended(kept), 60)
             self._log.say("run", f"{kept.program.name} restarted")
             break
         return failures
 
-    def _is_up(self, kept: _Supervised) -> bool:
+    def _is_ready_or_ended(self, kept: _Supervised) -> bool:
         ended = kept.child is None or kept.child.poll() is not None
         return self._stopping.is_set() or ended or kept.program.ready()

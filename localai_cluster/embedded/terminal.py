@@ -16,7 +16,7 @@ from typing import IO, Self, TextIO
 
 
 class Foreground:
-    """Context in which Ctrl-C reaches only this process. Without a terminal it does nothing."""
+    """Context manager in which Ctrl-C reaches only this process. Without a terminal it does nothing."""
 
     def __init__(self) -> None:
         self._before = 0
@@ -46,8 +46,8 @@ class Foreground:
         return bool(os.environ.get("MAKELEVEL")) and os.getppid() != self._parent
 
 
-WIDTH = 10
-_COLOURS = {
+NAME_WIDTH = 10
+_COLOUR_BY_PROCESS = {
     "run": 37,
     "postgres": 34,
     "nats": 35,
@@ -74,8 +74,8 @@ class Log:
 
     def say(self, name: str, text: str) -> None:
         """Write one or more lines under a process name."""
-        prefix = f"{name:<{WIDTH}} |"
-        if self._colour and (number := _COLOURS.get(name)):
+        prefix = f"{name:<{NAME_WIDTH}} |"
+        if self._colour and (number := _COLOUR_BY_PROCESS.get(name)):
             prefix = f"\x1b[{number}m{prefix}\x1b[0m"
         lines = "".join(f"{prefix} {line}\n" for line in text.splitlines())
         # The reader of our output may be gone; that must not prevent an orderly stop.

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 MAX_HOST_LENGTH = 253
 """Maximum characters of a host name; DNS resolves no longer one."""
 MAX_URL_LENGTH = 512
-EXPECTED_FORM = (
+EXPECTED_ADDRESS_FORM = (
     "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
 )
-_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z", re.ASCII)
-_PORT = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
+_HOST_LABEL_PATTERN = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z", re.ASCII)
+_PORT_PATTERN = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Address:
         """The address as a gRPC target with an explicit scheme, so that no client's text can set it."""
         if ":" in self.host:
             return f"ipv6:{self}"
-        return f"ipv4:{self}" if is_number(self.host) else f"dns:///{self}"
+        return f"ipv4:{self}" if is_ip_address(self.host) else f"dns:///{self}"
 
 
 def parse(text: str) -> Address:
     """Parse `host:port`. Raise ValueError, whose message completes a sentence about the text."""
     name, colon, number = text.rpartition(":")
-    if not colon or not _PORT.match(number) or int(number) > 65535:
-        raise ValueError(f"is not {EXPECTED_FORM}")
+    if not colon or not _PORT_PATTERN.match(number) or int(number) > 65535:
+        raise ValueError(f"is not {EXPECTED_ADDRESS_FORM}")
     if ":" in name and not (name.startswith("[") and name.endswith("]")):
-        raise ValueError(f"is not {EXPECTED_FORM}")
+        raise ValueError(f"is not {EXPECTED_ADDRESS_FORM}")
     try:
         return Address(host(name), int(number))
     except ValueError:
-        raise ValueError(f"is not {EXPECTED_FORM}") from None
+        raise ValueError(f"is not {EXPECTED_ADDRESS_FORM}") from None
 
 
 def host(text: str) -> str:
@@ -65,7 +65,11 @@ def host(text: str) -> str:
         return str(address.ipv4_mapped or address)
     name = text.lower().removesuffix(".")
     labels = name.split(".")
-    if not text.isascii() or len(name) > MAX_HOST_LENGTH or not all(_LABEL.match(label) for label in labels):
+    if (
+        not text.isascii()
+        or len(name) > MAX_HOST_LENGTH
+        or not all(_HOST_LABEL_PATTERN.match(label) for label in labels)
+    ):
         raise ValueError("is neither a host name nor an IP address")
     # Name resolution accepts several notations of numbers (`127.1`, `0x7f.1`): we accept only the plain one.
     if labels[-1].isdigit() or labels[-1].startswith("0x"):
@@ -91,10 +95,10 @@ def is_local(host: str) -> bool:
     return is_loopback(host)
 
 
-_METADATA_NAMES = frozenset(
+_METADATA_HOST_NAMES = frozenset(
     {"metadata", "metadata.goog", "metadata.google.internal", "instance-data", "instance-data.ec2.internal"}
 )
-_METADATA_NUMBERS = frozenset(
+_METADATA_IP_ADDRESSES = frozenset(
     map(
         ipaddress.ip_address,
         (
@@ -103,7 +107,7 @@ _METADATA_NUMBERS = frozenset(
         ),
     )
 )
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NAT64_NETWORK = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_special(host: str) -> bool:
@@ -114,10 +118,10 @@ def is_special(host: str) -> bool:
     try:
         number = ipaddress.ip_address(host)
     except ValueError:
-        return host in _METADATA_NAMES
-    if number in _NAT64:
+        return host in _METADATA_HOST_NAMES
+    if number in _NAT64_NETWORK:
         number = ipaddress.IPv4Address(int(number) & 0xFFFFFFFF)
-    return number.is_link_local or number.is_multicast or number in _METADATA_NUMBERS
+    return number.is_link_local or number.is_multicast or number in _METADATA_IP_ADDRESSES
 
 
 def is_public(number: str) -> bool:
@@ -130,7 +134,7 @@ def is_public(number: str) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(str(address.ipv4_mapped))
-        if address in _NAT64:
+        if address in _NAT64_NETWORK:
             return is_public(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
         if address.sixtofour is not None or address.teredo is not None or address.is_site_local:
             return False
@@ -154,15 +158,15 @@ def same_host(host_a: str, host_b: str) -> bool:
     return host_a == host_b or (is_local(host_a) and is_local(host_b))
 
 
-def same(address_a: str, address_b: str) -> bool:
-    """Return True if both texts are the same address. Compare texts that are no addresses literally."""
+def is_same_address(address_a: str, address_b: str) -> bool:
+    """Return True if both texts are the same address. Texts that are no addresses are compared literally."""
     try:
         return parse(address_a) == parse(address_b)
     except ValueError:
         return address_a == address_b
 
 
-def is_number(host: str) -> bool:
+def is_ip_address(host: str) -> bool:
     """Return True if this normalized host is an IP address, False if it is a name."""
     return ":" in host or host.rpartition(".")[2].isdigit()
 

@@ -14,18 +14,18 @@ V = TypeVar("V")
 T = TypeVar("T")
 R = TypeVar("R")
 
-_RETRY_SECONDS = 1.0
+_BATCH_RETRY_SECONDS = 1.0
 """Seconds after which a batch that could not be written is written again."""
 
 
 class Batcher(Generic[K, V]):
-    """Buffers one value for each key, and passes the values to `write` in batches, one at a time.
+    """Buffers one value for each key, and passes the values to `write` in batches, one batch at a time.
 
     If the key of a new value has a buffered value, `merge(earlier, later)` replaces both. `write` returns the
-    values that must be written again. If it raises one of `retry_on`, the whole batch is written again; after
-    any other error the batch is lost. The time between the starts of two batches is twice the duration of the
-    first, within the bounds of `interval` (seconds). If the batcher is closed, `abandon` gets the values that
-    are still buffered.
+    values that must be written again. If `write` raises one of `retry_on`, the whole batch is written again;
+    after any other error the batch is lost. The time between the starts of two batches is twice the duration
+    of the first, within the bounds of `interval` (seconds). If the batcher is closed, `abandon` gets the
+    values that are still buffered.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Batcher(Generic[K, V]):
         earlier = self._buffer.get(key)
         self._buffer[key] = value if earlier is None else self._merge(earlier, value)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="batches")
-            self._task.add_done_callback(self._on_end)
+            self._task = asyncio.create_task(self._write_until_empty(), name="batches")
+            self._task.add_done_callback(self._abandon_if_cancelled)
 
     async def take(self, key: K) -> V | None:
         """Remove and return the buffered value; wait first for a running batch that has the key."""
@@ -75,12 +75,12 @@ class Batcher(Generic[K, V]):
         if self._task is not None:
             self._task.cancel()
 
-    def _on_end(self, task: asyncio.Task[None]) -> None:
+    def _abandon_if_cancelled(self, task: asyncio.Task[None]) -> None:
         if self._abandon is not None and task.cancelled():
             abandoned, self._buffer = self._buffer, {}
             self._abandon(abandoned.values())
 
-    async def _run(self) -> None:
+    async def _write_until_empty(self) -> None:
         while self._buffer:
             if (pause := self._next_at - clock.monotonic()) > 0:
                 await asyncio.sleep(pause)
@@ -102,7 +102,7 @@ class Batcher(Generic[K, V]):
             left = await self._write(self._batch)
         except self._retry_on as error:
             log.warning("a batch of %d waits: %s", len(self._batch), error or type(error).__name__)
-            left, self._next_at = self._batch, clock.monotonic() + _RETRY_SECONDS
+            left, self._next_at = self._batch, clock.monotonic() + _BATCH_RETRY_SECONDS
         except Exception:  # a defect; the next batch must still be written
             log.exception("a batch of %d is lost", len(self._batch))
             return
@@ -143,7 +143,7 @@ class CallBatcher(Generic[T, R]):
             results = await self._call([item for item, _ in calls])
         except self._one_by_one as error:
             if len(calls) == 1:
-                _fail(calls[0][1], error)
+                _set_error(calls[0][1], error)
                 return
             for key, call in batch.items():
                 await self._call_batch({key: call})
@@ -152,7 +152,7 @@ class CallBatcher(Generic[T, R]):
             raise
         except Exception as error:
             for _, result in calls:
-                _fail(result, error)
+                _set_error(result, error)
         else:
             for (_, result), value in zip(calls, results, strict=True):
                 if not result.done():  # the caller may have been cancelled
@@ -161,9 +161,9 @@ class CallBatcher(Generic[T, R]):
 
 def _fail_all(calls: "Collection[tuple[T, asyncio.Future[R]]]") -> None:
     for _, result in calls:
-        _fail(result, errors.Unavailable("this process is stopping"))
+        _set_error(result, errors.Unavailable("this process is stopping"))
 
 
-def _fail(result: "asyncio.Future[R]", error: Exception) -> None:
+def _set_error(result: "asyncio.Future[R]", error: Exception) -> None:
     if not result.done():
         result.set_exception(error)

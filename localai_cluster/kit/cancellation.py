@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 from typing import Any
 
-_REPEAT_SECONDS = 2.0
-"""Seconds until a task that is still running is cancelled again."""
+_CANCEL_REPEAT_SECONDS = 2.0
+"""Seconds after which a task that is still running is cancelled again."""
 
 
 async def wait_for(event: asyncio.Event, seconds: float | None) -> bool:
@@ -21,7 +21,7 @@ async def end(*tasks: "asyncio.Future[Any]") -> None:
     while running := {task for task in tasks if not task.done()}:
         for task in running:
             task.cancel()
-        await asyncio.wait(running, timeout=_REPEAT_SECONDS)
+        await asyncio.wait(running, timeout=_CANCEL_REPEAT_SECONDS)
     for task in tasks:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not report it as never retrieved

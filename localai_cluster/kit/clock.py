@@ -38,14 +38,14 @@ async def wait_until(
     return True
 
 
-_MAX_DELAY = 24 * 3600.0
-"""Maximum seconds of one asyncio timer; it also stands for an infinite limit."""
+_MAX_TIMER_SECONDS = 24 * 3600.0
+"""Maximum seconds of one asyncio timer. A longer or infinite time uses several timers."""
 
 
 class SilenceTimer:
-    """Calls `expire` after `seconds` without a call of `begin`; `first` are the first period's seconds.
+    """Calls `expire` if `begin` is not called for `seconds`, or for `first` seconds at the start.
 
-    One timer runs and `begin` only moves its end, which is cheap enough for each token of a stream.
+    `begin` only moves the end of the one timer, which is cheap enough for each token of a stream.
     """
 
     def __init__(self, seconds: float, first: float, expire: Callable[[], object]) -> None:
@@ -67,10 +67,10 @@ class SilenceTimer:
         self._timer.cancel()
 
     def _set_timer(self) -> None:
-        delay = min(max(self._until - monotonic(), 0), self._seconds, _MAX_DELAY)
-        self._timer = asyncio.get_running_loop().call_later(delay, self._check)
+        delay = min(max(self._until - monotonic(), 0), self._seconds, _MAX_TIMER_SECONDS)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._expire_if_due)
 
-    def _check(self) -> None:
+    def _expire_if_due(self) -> None:
         if monotonic() >= self._until:
             self._expire()
         else:

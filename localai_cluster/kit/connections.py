@@ -28,13 +28,13 @@ MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 20.0
 """Seconds for the headers of a request to arrive, and for the first byte of a new connection."""
 BODY_SECONDS, BODY_PIECE = 20.0, 10_000
-"""While we read a body, at least `BODY_PIECE` bytes or its end arrive every `BODY_SECONDS`."""
+"""A client must send `BODY_PIECE` bytes of a body, or its end, within every `BODY_SECONDS`."""
 
-_TOO_SLOW = b"The request did not arrive in time."
-_REQUEST_TIMEOUT = (
+_TOO_SLOW_TEXT = b"The request did not arrive in time."
+_TIMEOUT_RESPONSE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\n"
     b"content-length: %d\r\ncache-control: no-store\r\nx-content-type-options: nosniff\r\n"
-    b"connection: close\r\n\r\n%b" % (len(_TOO_SLOW), _TOO_SLOW)
+    b"connection: close\r\n\r\n%b" % (len(_TOO_SLOW_TEXT), _TOO_SLOW_TEXT)
 )
 
 
@@ -82,51 +82,51 @@ class BoundedHead(HttpToolsProtocol):
     A timer runs only while a part of a request is missing; a request that arrives at once needs no timer.
     """
 
-    _awaited: Literal["", "anything", "head", "body"] = ""
-    """The part of a request that is missing; "" between two requests, which uvicorn limits itself."""
-    _since = 0.0
-    """Monotonic time since which that part, or the next chunk of the body, is missing."""
-    _piece = 0
+    _missing_part: Literal["", "anything", "head", "body"] = ""
+    """The part of a request that is missing; "" between two requests, where uvicorn has its own limit."""
+    _missing_since = 0.0
+    """Monotonic time since which the missing part, or the next chunk of a body, has not arrived."""
+    _body_bytes = 0
     _timer: asyncio.TimerHandle | None = None
 
-    _unread = 0
+    _unparsed_bytes = 0
     """Bytes received since the last callback of the parser, which buffers an unfinished header."""
     _head = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for the first byte."""
+        """Start to wait for the first byte of a request."""
         super().connection_made(_JoinedHead(transport, self.loop))  # type: ignore[arg-type]
-        self._await("anything")
+        self._start_waiting_for("anything")
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
-        self._await("")
+        """Stop the timer of the connection."""
+        self._start_waiting_for("")
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse, then refuse unfinished headers that are too long, including trailers of a chunked body."""
-        self._unread += len(data)
-        if not self._awaited:
-            self._await("anything")  # a blank line begins no request
+        self._unparsed_bytes += len(data)
+        if not self._missing_part:
+            self._start_waiting_for("anything")  # a blank line begins no request
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._unread > MAX_HEAD_BYTES:
+        if self._unparsed_bytes > MAX_HEAD_BYTES:
             self.send_400_response("The headers are too large.")
-        elif self._awaited and self._timer is None:
+        elif self._missing_part and self._timer is None:
             self._set_timer()
 
     def on_message_begin(self) -> None:
         """Start to wait for the headers, at the first byte of a request."""
-        self._await("head")
+        self._start_waiting_for("head")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         """Count a part of the request line."""
-        self._count(len(url))
+        self._count_head_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -134,61 +134,63 @@ class BoundedHead(HttpToolsProtocol):
 
         The dropped header could fail the handshake before the caller is authenticated.
         """
-        self._count(len(name) + len(value))
+        self._count_head_bytes(len(name) + len(value))
         if name.lower() != b"sec-websocket-protocol":
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start to wait for the body."""
-        self._unread = 0
-        self._await("body")
+        self._unparsed_bytes = 0
+        self._start_waiting_for("body")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Count a chunk of the body, which the parser does not buffer."""
-        self._unread = 0
-        self._piece += len(body)
+        self._unparsed_bytes = 0
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Stop waiting; the next bytes are the head of another request."""
-        self._unread, self._head = 0, 0
-        self._await("")
+        self._unparsed_bytes, self._head = 0, 0
+        self._start_waiting_for("")
         super().on_message_complete()
 
-    def _count(self, size: int) -> None:
+    def _count_head_bytes(self, size: int) -> None:
         self._head += size
         if self._head > MAX_HEAD_BYTES:
             raise ValueError("headers too large")  # the parser makes it a 400
 
-    def _await(self, part: Literal["", "anything", "head", "body"]) -> None:
-        self._awaited, self._since, self._piece = part, clock.monotonic(), 0
+    def _start_waiting_for(self, part: Literal["", "anything", "head", "body"]) -> None:
+        self._missing_part, self._missing_since, self._body_bytes = part, clock.monotonic(), 0
 
     def _seconds_left(self) -> float:
         """Return the seconds until the missing part times out."""
-        limit = BODY_SECONDS if self._awaited == "body" else HEAD_SECONDS
-        return self._since + limit - clock.monotonic()
+        limit = BODY_SECONDS if self._missing_part == "body" else HEAD_SECONDS
+        return self._missing_since + limit - clock.monotonic()
 
     def _set_timer(self) -> None:
         self._timer = self.loop.call_later(max(self._seconds_left(), 0.0), self._check_time)
 
     def _check_time(self) -> None:
-        """Close a connection whose missing part is late.
+        """Close the connection if the missing part of a request is late.
 
         A body gets more time while we do not read, or if the client has sent enough bytes.
         """
         self._timer = None
-        if not self._awaited or self.transport.is_closing():
+        if not self._missing_part or self.transport.is_closing():
             return
-        gets_more_time = self.flow.read_paused or (self._seconds_left() <= 0 and self._piece >= BODY_PIECE)
-        if self._awaited == "body" and gets_more_time:
-            self._await("body")
+        gets_more_time = self.flow.read_paused or (
+            self._seconds_left() <= 0 and self._body_bytes >= BODY_PIECE
+        )
+        if self._missing_part == "body" and gets_more_time:
+            self._start_waiting_for("body")
         if self._seconds_left() > 0:
             self._set_timer()
             return
-        has_response = self._awaited == "body" and self.cycle.response_started
-        if self._awaited != "anything" and not has_response:
-            self.transport.write(_REQUEST_TIMEOUT)
+        has_response = self._missing_part == "body" and self.cycle.response_started
+        if self._missing_part != "anything" and not has_response:
+            self.transport.write(_TIMEOUT_RESPONSE)
         self.transport.close()
 
 
@@ -225,9 +227,9 @@ class WatchingSocket(WebSocketsSansIOProtocol):
 
 log = logging.getLogger(__name__)
 
-CONNECTION_LIMIT = 256
-PING_EVERY, PONG_WITHIN = 30.0, 90.0
-SHUTDOWN_SECONDS = 1.0
+MAX_CONNECTIONS = 256
+PING_INTERVAL_SECONDS, PONG_TIMEOUT = 30.0, 90.0
+SHUTDOWN_TIMEOUT = 1.0
 """Seconds for running responses to end at the shutdown."""
 MAX_MESSAGE_BYTES = 4096
 """Maximum bytes of a websocket client's message; its content is ignored."""
@@ -243,15 +245,15 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
         http=BoundedHead,
         ws=WatchingSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
-        ws_ping_interval=PING_EVERY,
-        ws_ping_timeout=PONG_WITHIN,
+        ws_ping_interval=PING_INTERVAL_SECONDS,
+        ws_ping_timeout=PONG_TIMEOUT,
         ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
         log_level="warning",
         access_log=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTION_LIMIT,
+        limit_concurrency=MAX_CONNECTIONS,
     )
     config.load()
     state = ServerState()
@@ -265,7 +267,7 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
         for connection in list(state.connections):
             connection.shutdown()
         if state.tasks:
-            await asyncio.wait(state.tasks, timeout=SHUTDOWN_SECONDS)
+            await asyncio.wait(state.tasks, timeout=SHUTDOWN_TIMEOUT)
         for task in list(state.tasks):
             task.cancel()
         for connection in list(state.connections):
@@ -280,7 +282,7 @@ async def serve(address: Address, application: Any, again: float = LISTEN_RETRY_
     while True:
         try:
             # A host name is resolved, which may block.
-            listener = await asyncio.to_thread(_bound, address)
+            listener = await asyncio.to_thread(_create_listener, address)
         except OSError as error:
             log.warning("cannot listen on %s, again in %.0f s: %s", address, again, error)
             await asyncio.sleep(again)
@@ -290,6 +292,6 @@ async def serve(address: Address, application: Any, again: float = LISTEN_RETRY_
             await asyncio.Event().wait()
 
 
-def _bound(address: Address) -> socket.socket:
+def _create_listener(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     return socket.create_server((address.host, address.port), family=family)

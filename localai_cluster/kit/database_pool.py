@@ -22,20 +22,20 @@ logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 Parameters = Mapping[str, Any]
 
-UNREACHABLE = (psycopg.OperationalError, psycopg.InterfaceError, PoolTimeout, OSError)
+UNREACHABLE_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, PoolTimeout, OSError)
 """Exceptions of a statement that mean an unreachable database, not a wrong statement."""
 
 MAX_CONNECTIONS = 6
-_IDLE_SECONDS = 15.0
+_MAX_IDLE_SECONDS = 15.0
 """Seconds after which the pool closes an unneeded connection: each one is a PostgreSQL process."""
-_WAIT_SECONDS = 5.0
-ANSWER_SECONDS = 12.0
+_CONNECTION_WAIT_TIMEOUT = 5.0
+ROUND_TRIP_TIMEOUT = 12.0
 """Time limit of a round trip in seconds. It exceeds the session's own limits: a server that is silent for
 longer hangs or is unreachable.
 """
 # Each statement is planned once: planning costs more than executing these statements. JIT is off for the
 # same reason. A statement that waits longer than its limit is stuck behind a broken transaction.
-_SESSION = (
+_SESSION_OPTIONS = (
     "-c plan_cache_mode=force_generic_plan -c jit=off -c synchronous_commit=off"
     " -c statement_timeout=10s -c lock_timeout=8s -c idle_in_transaction_session_timeout=20s"
 )
@@ -44,26 +44,29 @@ _SESSION = (
 def conninfo(url: str) -> str:
     """Return the operator's connection string with this pool's session settings added."""
     parts = conninfo_to_dict(url)
-    options = f"{parts.get('options') or ''} {_SESSION}".strip()
+    options = f"{parts.get('options') or ''} {_SESSION_OPTIONS}".strip()
     return make_conninfo(
-        url, options=options, application_name="localai-cluster-web", connect_timeout=int(_WAIT_SECONDS)
+        url,
+        options=options,
+        application_name="localai-cluster-web",
+        connect_timeout=int(_CONNECTION_WAIT_TIMEOUT),
     )
 
 
-class _Bounded(psycopg.AsyncConnection[tuple[Any, ...]]):
-    """A connection whose round trips have a time limit."""
+class _TimeLimitedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
+    """A PostgreSQL connection whose round trips have a time limit."""
 
     async def wait(self, *arguments: Any, **options: Any) -> Any:
         """Run one round trip; on timeout raise OperationalError and close the connection."""
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(ROUND_TRIP_TIMEOUT):
                 return await super().wait(*arguments, **options)
         except TimeoutError as error:
-            raise psycopg.OperationalError(f"no answer within {ANSWER_SECONDS:.0f} s") from error
+            raise psycopg.OperationalError(f"no answer within {ROUND_TRIP_TIMEOUT:.0f} s") from error
 
 
 class Pool:
-    """The connections of one process. Bound to one event loop."""
+    """A pool of the connections of one process, on one event loop."""
 
     def __init__(self, url: str) -> None:
         self._conninfo = conninfo(url)
@@ -71,9 +74,9 @@ class Pool:
             self._conninfo,
             min_size=1,
             max_size=MAX_CONNECTIONS,
-            timeout=_WAIT_SECONDS,
-            max_idle=_IDLE_SECONDS,
-            connection_class=_Bounded,
+            timeout=_CONNECTION_WAIT_TIMEOUT,
+            max_idle=_MAX_IDLE_SECONDS,
+            connection_class=_TimeLimitedConnection,
             kwargs={"autocommit": True, "prepare_threshold": 0},
             open=False,
         )
@@ -84,7 +87,7 @@ class Pool:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._pool.close(timeout=_WAIT_SECONDS)
+        await self._pool.close(timeout=_CONNECTION_WAIT_TIMEOUT)
 
     async def check(self) -> None:
         """Replace the connections that failed while idle."""
@@ -101,9 +104,9 @@ class Pool:
             return (await connection.execute(statement, parameters)).rowcount
 
     async def run_in_transaction(self, statements: list[tuple[str, Parameters]]) -> list[tuple[Any, ...]]:
-        """Run statements in one transaction; each one sees all rows committed before it began.
+        """Run statements in one transaction. Each one sees all rows that were committed before it began.
 
-        Returns the rows of the last one, if it has any.
+        Return the rows of the last statement, or none if it returns no rows.
         """
         async with self._pool.connection() as connection, connection.transaction():
             for text, values in statements:
@@ -114,7 +117,7 @@ class Pool:
 class DedicatedConnection:
     """One connection for one statement that runs repeatedly, never concurrently.
 
-    A statement costs a third of the time that it takes through a pool. The connection is opened at first use
+    A statement takes a third of the time that it takes in a pool. The connection is opened at the first use
     and again after a loss.
     """
 
@@ -132,12 +135,14 @@ class DedicatedConnection:
         try:
             await cursor.execute(statement, parameters)
             return await cursor.fetchall()
-        except UNREACHABLE:
+        except UNREACHABLE_ERRORS:
             await self.close()
             raise
 
     async def _connect(self) -> "psycopg.AsyncRawCursor[tuple[Any, ...]]":
-        self._connection = await _Bounded.connect(self._conninfo, autocommit=True, prepare_threshold=0)
+        self._connection = await _TimeLimitedConnection.connect(
+            self._conninfo, autocommit=True, prepare_threshold=0
+        )
         self._cursor = psycopg.AsyncRawCursor(self._connection)
         return self._cursor
 
@@ -148,28 +153,28 @@ class DedicatedConnection:
             await connection.close()
 
 
-_shared: Pool | None = None
+_shared_pool: Pool | None = None
 
 
 def shared() -> Pool:
     """Return the pool of this web process; raise Unavailable before it is opened."""
-    if _shared is None:
+    if _shared_pool is None:
         raise Unavailable("the web process is not ready yet", retry_after=1)
-    return _shared
+    return _shared_pool
 
 
 async def open_shared() -> Pool:
     """Open the pool of this web process on the running loop."""
-    global _shared
+    global _shared_pool
     pool = Pool(conf.cluster().database_url)
     await pool.open()
-    _shared = pool
+    _shared_pool = pool
     return pool
 
 
 async def close_shared() -> None:
     """Close the pool of this web process."""
-    global _shared
-    pool, _shared = _shared, None
+    global _shared_pool
+    pool, _shared_pool = _shared_pool, None
     if pool is not None:
         await pool.close()

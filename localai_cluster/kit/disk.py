@@ -1,7 +1,7 @@
 """Free space of the data folder's disk; a full disk is a possible cause of other errors.
 
 The bundled PostgreSQL has its files in the data folder. With a full disk the database seems to be
-unreachable, so code that reports an outage checks the disk too. A reading is cached for `MAX_AGE` seconds.
+unreachable, so code that reports an outage checks the disk too. A reading is cached for a few seconds.
 """
 
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from localai_cluster.kit import clock, conf
 
-FULL_BELOW_BYTES = 32 * 1024 * 1024
+MIN_FREE_BYTES = 32 * 1024 * 1024
 """Free bytes below which PostgreSQL can no longer add a file to its write-ahead log."""
-MAX_AGE = 5.0
+MAX_READING_AGE_SECONDS = 5.0
 """Seconds for which a reading is cached."""
 DISK_FULL_MESSAGE = "the disk of the server's data folder is full"
 """Message for any user; administrators also get the name of the disk."""
@@ -30,8 +30,8 @@ class DiskUsage:
 
     @property
     def is_full(self) -> bool:
-        """True if less than `FULL_BELOW_BYTES` is free."""
-        return self.free < FULL_BELOW_BYTES
+        """True if less than `MIN_FREE_BYTES` is free."""
+        return self.free < MIN_FREE_BYTES
 
     def __str__(self) -> str:
         sizes = f"{self.free / 2**30:.1f} of {self.total / 2**30:.1f} GiB free"
@@ -50,22 +50,22 @@ def read(folder: Path) -> DiskUsage:
     return DiskUsage(str(folder), str(mount), usage.free, usage.total)
 
 
-_last: tuple[float, DiskUsage | None] | None = None
+_last_reading: tuple[float, DiskUsage | None] | None = None
 
 
 def current() -> DiskUsage | None:
-    """Return the usage of the data folder's disk; None if it cannot be read."""
-    global _last
+    """Return the usage of the data folder's disk. Return None if the disk cannot be read."""
+    global _last_reading
     now = clock.monotonic()
-    if _last is None or now - _last[0] > MAX_AGE:
+    if _last_reading is None or now - _last_reading[0] > MAX_READING_AGE_SECONDS:
         try:
-            _last = (now, read(conf.cluster().data_dir))
+            _last_reading = (now, read(conf.cluster().data_dir))
         except OSError:
-            _last = (now, None)
-    return _last[1]
+            _last_reading = (now, None)
+    return _last_reading[1]
 
 
 def with_disk_full_hint(problem: str) -> str:
-    """Return the problem; add the full disk as its likely cause if the disk is full."""
+    """Return the text of a problem. If the disk is full, the text names this as the likely cause."""
     usage = current()
     return f"{problem}: {DISK_FULL_MESSAGE}" if usage is not None and usage.is_full else problem

@@ -29,21 +29,23 @@ from localai_cluster.kit.tls import context_with_ca
 
 T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
-"""Settings that were already read, by field name."""
+"""Values of the settings that were read before this one, by field name."""
 Default = str | Callable[[Values], str]
-"""Text of a default, or a function of the earlier fields; "" for none.
+"""Default of a setting: a text, or a function of the settings read before; "" for no default.
 
-In the text, names in braces stand for the values of earlier fields.
+In the text, names in braces stand for the values of settings that were read before.
 """
-_GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
-_ORIGIN = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*")
-MIN_SECRET = 16
+_SECONDS_BY_GO_UNIT = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_GO_DURATION_PART_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+_ORIGIN_PATTERN = re.compile(
+    r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*"
+)
+MIN_SECRET_LENGTH = 16
 WELL_KNOWN_SECRETS = frozenset(
     {"changeme", "change-me", "default", "insecure", "localai", "localai-cluster", "password", "secret"}
 )
 MAX_QUOTE_LENGTH = 200
-_TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
+_TRUE_WORDS, _FALSE_WORDS = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,21 @@ class Problem:
     hint: str
 
 
-def weak_secret(value: str) -> bool:
+def is_weak_secret(value: str) -> bool:
     """Return True if a secret is too short or too well known to protect the cluster."""
     remainder = value.lower()
     for word in WELL_KNOWN_SECRETS:
         remainder = remainder.replace(word, "")
-    return len(value) < MIN_SECRET or len(remainder) < MIN_SECRET // 2 or len(set(value)) < 5
+    return len(value) < MIN_SECRET_LENGTH or len(remainder) < MIN_SECRET_LENGTH // 2 or len(set(value)) < 5
 
 
 def parse_duration(text: str) -> float:
     """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`. Raise ValueError."""
     text = text.strip()
-    parts = _GO_PART.findall("0s" if text == "0" else text)
+    parts = _GO_DURATION_PART_PATTERN.findall("0s" if text == "0" else text)
     if not parts or text not in ("0", "".join(number + unit for number, unit in parts)):
         raise ValueError("not a duration such as 60s, 1m30s or 500ms")
-    return float(sum(float(number) * _GO_UNITS[unit] for number, unit in parts))
+    return float(sum(float(number) * _SECONDS_BY_GO_UNIT[unit] for number, unit in parts))
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Format:
     """The format of a setting's text, and its conversion to a value of the field's type."""
 
     fix: str
-    """Noun phrase for valid values; the hint is "Use", then this text."""
+    """Noun phrase that describes valid values. The hint of a problem is "Use" and this text."""
     parse: Callable[[str], Any] = str
-    """Convert the text. A ValueError completes the sentence "NAME is …"; for other errors `fix` does."""
+    """Convert the text. The message of a ValueError completes the sentence "NAME is …"."""
     secret: bool = False
 
 
@@ -107,9 +109,9 @@ class RegistrySetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _parse_bool(text: str) -> bool:
-    if (lowered := text.strip().lower()) not in _TRUE | _FALSE:
+    if (lowered := text.strip().lower()) not in _TRUE_WORDS | _FALSE_WORDS:
         raise ValueError("neither true nor false")
-    return lowered in _TRUE
+    return lowered in _TRUE_WORDS
 
 
 def split_list(text: str) -> tuple[str, ...]:
@@ -117,65 +119,65 @@ def split_list(text: str) -> tuple[str, ...]:
     return tuple(item for part in text.split(",") if (item := part.strip()))
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     return msgspec.json.decode(text.encode())
 
 
 def _node_hosts(text: str) -> dict[str, frozenset[str]]:
     """Parse a JSON object of lists: additional hosts by node name."""
-    hosts = msgspec.convert(_json(text), dict[str, list[Any]])
-    return {name: frozenset(_host(host, name) for host in names) for name, names in hosts.items()}
+    hosts = msgspec.convert(_parse_json(text), dict[str, list[Any]])
+    return {name: frozenset(_parse_host(host, name) for host in names) for name, names in hosts.items()}
 
 
-def _host(value: Any, node: str) -> str:
+def _parse_host(value: Any, node: str) -> str:
     try:
         return addresses.host(value if isinstance(value, str) else "")
     except ValueError:
         raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
 
 
-def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+def _parse_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
     return tuple(map(ip_network, split_list(text)))
 
 
-def _origins(text: str) -> tuple[str, ...]:
-    """Parse origins in the form in which browsers send them."""
+def _parse_origins(text: str) -> tuple[str, ...]:
+    """Parse web origins. Return them in the form in which browsers send them."""
     origins = split_list(text.lower())
-    if wrong := next((origin for origin in origins if not _ORIGIN.fullmatch(origin)), None):
+    if wrong := next((origin for origin in origins if not _ORIGIN_PATTERN.fullmatch(origin)), None):
         raise ValueError(f"wrong at {wrong!r}: an origin has a scheme and a host, and no path")
     return origins
 
 
-def _address(text: str) -> str:
+def _check_host_port(text: str) -> str:
     addresses.split_host_port(text)
     return text
 
 
-def _name(text: str) -> str:
+def _check_printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("not printable")
     return text
 
 
-def _labels(text: str) -> dict[str, str]:
+def _parse_labels(text: str) -> dict[str, str]:
     """Parse `k=v,k=v`; skip parts without `=`, as a stock worker does."""
     pairs = (part.partition("=") for part in text.split(",") if "=" in part)
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
 
 
-def _folder(text: str) -> Path:
+def _parse_folder(text: str) -> Path:
     return Path(text.strip()).expanduser().absolute()
 
 
-def _folders(text: str) -> tuple[Path, ...]:
-    return tuple(_folder(part) for part in text.split(os.pathsep) if part.strip())
+def _parse_folders(text: str) -> tuple[Path, ...]:
+    return tuple(_parse_folder(part) for part in text.split(os.pathsep) if part.strip())
 
 
-def _slots(text: str) -> int:
+def _parse_slots(text: str) -> int:
     return max(1, msgspec.convert(text, int, strict=False))
 
 
-def _mirror(text: str) -> str:
+def _parse_mirror(text: str) -> str:
     return (text if "://" in text else f"https://{text}").rstrip("/")
 
 
@@ -186,7 +188,7 @@ def duration(least: float) -> Format:
     return Format(fix, lambda text: msgspec.convert(parse_duration(text), bounded))
 
 
-def _size(unit: int, least: float, most: float) -> Format:
+def _size_format(unit: int, least: float, most: float) -> Format:
     """Return the format of a size given in units of `unit` bytes; the value is in bytes."""
     bounded: Any = Annotated[float, Meta(ge=least, le=most)]
     fix = f"a number from {least:,} to {most:,}"
@@ -198,49 +200,59 @@ def seed(role: nkeys.Role) -> Format:
     return Format(f"the NKEY seed of the {role}", lambda text: nkeys.from_seed(text, role).seed, secret=True)
 
 
-SWITCH, TEXT, _PEM = Format("true or false", _parse_bool), Format("a text"), "the name of a readable PEM file"
-_REGISTRIES = 'a JSON list such as [{"host": "registry.example:5000", "username": "reader", "password": "…"}]'
-_NODE_HOSTS = 'a JSON object of hosts without ports: {"gpu-1": ["10.0.0.5"]}'
-_GALLERIES = 'a JSON list of {"name": …, "url": …}'
-_ORIGINS = "origins separated by commas, such as https://app.example, or *"
-SERVER_URL = "the URL of the control plane, such as http://cluster.example:8080"
-_HIGHEST = 2**63 - 1
+BOOL_FORMAT, TEXT_FORMAT, _PEM_FORMAT_TEXT = (
+    Format("true or false", _parse_bool),
+    Format("a text"),
+    "the name of a readable PEM file",
+)
+_REGISTRIES_FORMAT_TEXT = (
+    'a JSON list such as [{"host": "registry.example:5000", "username": "reader", "password": "…"}]'
+)
+_NODE_HOSTS_FORMAT_TEXT = 'a JSON object of hosts without ports: {"gpu-1": ["10.0.0.5"]}'
+_GALLERIES_FORMAT_TEXT = 'a JSON list of {"name": …, "url": …}'
+_ORIGINS_FORMAT_TEXT = "origins separated by commas, such as https://app.example, or *"
+SERVER_URL_FORMAT_TEXT = "the URL of the control plane, such as http://cluster.example:8080"
+_MAX_INT64 = 2**63 - 1
 Secret = Annotated[str, Format("a text", secret=True)]
-Pem = Annotated[str, Format(_PEM)]
-MoreCAs = Annotated[ssl.SSLContext, Format(_PEM, context_with_ca)]
-Folder = Annotated[Path, Format("a path", _folder)]
-Folders = Annotated[tuple[Path, ...], Format("paths", _folders)]
+PemFile = Annotated[str, Format(_PEM_FORMAT_TEXT)]
+AdditionalCAs = Annotated[ssl.SSLContext, Format(_PEM_FORMAT_TEXT, context_with_ca)]
+Folder = Annotated[Path, Format("a path", _parse_folder)]
+Folders = Annotated[tuple[Path, ...], Format("paths", _parse_folders)]
 BaseUrl = Annotated[str, Format("a URL such as http://192.0.2.10:8080", addresses.parse_base_url)]
-ServerUrl = Annotated[str, Format(SERVER_URL, addresses.parse_base_url)]
-Mirror = Annotated[str, Format("the URL of a mirror", _mirror)]
+ServerUrl = Annotated[str, Format(SERVER_URL_FORMAT_TEXT, addresses.parse_base_url)]
+MirrorUrl = Annotated[str, Format("the URL of a mirror", _parse_mirror)]
 Seconds = Annotated[float, duration(1)]
 Duration = Annotated[float, duration(0)]
-"""Seconds; the setting's docstring states the meaning of 0."""
+"""A duration in seconds. The docstring of each setting states the meaning of 0."""
 Retention = Annotated[float, duration(3600)]
-Interval = Annotated[float, Format("a duration such as 10s", lambda text: parse_duration(text) or 10.0)]
+IntervalSeconds = Annotated[
+    float, Format("a duration such as 10s", lambda text: parse_duration(text) or 10.0)
+]
 Port = Annotated[int, Meta(ge=1, le=65535, description="a port between 1 and 65535")]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Ratio = Annotated[float, Meta(ge=1, le=1_000_000)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-WholeNumber = Annotated[int, Meta(ge=-_HIGHEST, le=_HIGHEST, description="a whole number")]
-Slots = Annotated[int, Meta(le=_HIGHEST), Format("a whole number", _slots)]
-Rate = Annotated[int, Meta(ge=0, le=_HIGHEST, description="bytes per second. 0 = unlimited")]
-Mebibytes = Annotated[int, _size(2**20, 0.1, 100_000)]
-Gibibytes = Annotated[int, _size(2**30, 0.01, 10_000)]
-Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-Listener = Annotated[addresses.Address, Format("host:port, such as 127.0.0.1:9101", addresses.parse)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+WholeNumber = Annotated[int, Meta(ge=-_MAX_INT64, le=_MAX_INT64, description="a whole number")]
+ReplicaSlots = Annotated[int, Meta(le=_MAX_INT64), Format("a whole number", _parse_slots)]
+BytesPerSecond = Annotated[int, Meta(ge=0, le=_MAX_INT64, description="bytes per second. 0 = unlimited")]
+Mebibytes = Annotated[int, _size_format(2**20, 0.1, 100_000)]
+Gibibytes = Annotated[int, _size_format(2**30, 0.01, 10_000)]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+ListenAddress = Annotated[addresses.Address, Format("host:port, such as 127.0.0.1:9101", addresses.parse)]
 _Address = Annotated[str, Meta(max_length=512)]
-HostPort = Annotated[_Address, Format("host:port, such as gpu-1.example:50051", _address)]
-FreePort = Annotated[_Address, Format("a free host:port, such as 0.0.0.0:50050", _address)]
-NodeName = Annotated[str, Meta(max_length=255), Format("1 to 255 printable characters", _name)]
-Labels = Annotated[dict[str, str], Format("k=v,k=v", _labels)]
-Names = Annotated[tuple[str, ...], Format("names separated by commas", split_list)]
-Keys = Annotated[tuple[str, ...], Format("keys", split_list, secret=True)]
-Networks = Annotated[tuple[Any, ...], Format("networks separated by commas, such as 10.0.0.0/24", _networks)]
-Origins = Annotated[tuple[str, ...], Format(_ORIGINS, _origins)]
-NodeHosts = Annotated[dict[str, frozenset[str]], Format(_NODE_HOSTS, _node_hosts)]
-Galleries = Annotated[list[GallerySetting], Format(_GALLERIES, _json)]
-Registries = Annotated[tuple[RegistrySetting, ...], Format(_REGISTRIES, _json, secret=True)]
+HostPort = Annotated[_Address, Format("host:port, such as gpu-1.example:50051", _check_host_port)]
+FreePort = Annotated[_Address, Format("a free host:port, such as 0.0.0.0:50050", _check_host_port)]
+NodeName = Annotated[str, Meta(max_length=255), Format("1 to 255 printable characters", _check_printable)]
+Labels = Annotated[dict[str, str], Format("k=v,k=v", _parse_labels)]
+NameList = Annotated[tuple[str, ...], Format("names separated by commas", split_list)]
+SecretKeys = Annotated[tuple[str, ...], Format("keys", split_list, secret=True)]
+Networks = Annotated[
+    tuple[Any, ...], Format("networks separated by commas, such as 10.0.0.0/24", _parse_networks)
+]
+Origins = Annotated[tuple[str, ...], Format(_ORIGINS_FORMAT_TEXT, _parse_origins)]
+NodeHosts = Annotated[dict[str, frozenset[str]], Format(_NODE_HOSTS_FORMAT_TEXT, _node_hosts)]
+Galleries = Annotated[list[GallerySetting], Format(_GALLERIES_FORMAT_TEXT, _parse_json)]
+Registries = Annotated[tuple[RegistrySetting, ...], Format(_REGISTRIES_FORMAT_TEXT, _parse_json, secret=True)]
 
 
 @dataclass(frozen=True)
@@ -253,12 +265,12 @@ class Setting:
     """Environment variables of the setting; the first one that is set applies."""
     default: Default
     shown: str
-    """The default as the documentation prints it; "" for none."""
+    """The default as the documentation prints it; "" if there is no default."""
     group: str
     format: Format
     type: Any
     empty: Any
-    """Value of the field if there is neither a text nor a default."""
+    """Value of the field if the setting has neither a text nor a default."""
 
     def parse(self, text: str) -> Any:
         """Return the value of the text. Raise the errors of `Format.parse`."""
@@ -274,7 +286,7 @@ def setting(
     short: bool = False,
     others: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field of a table.
+    """Declare a field of a table of settings.
 
     `group` is the heading of this field and of the following fields, up to the next heading. With `short` the
     variable without `LOCALAI_` is read too. `others` are further variables.
@@ -313,13 +325,13 @@ def declared_settings(table: type[Table]) -> tuple[Setting, ...]:
 def _format_of(base: Any, extras: Iterable[Any]) -> Format:
     """Return the format of a type that msgspec parses by itself."""
     if base is bool:
-        return SWITCH
+        return BOOL_FORMAT
     if get_origin(base) is Literal:
         choices = {choice.lower(): choice for choice in get_args(base)}
         return Format(" or ".join(choices.values()), lambda text: choices.get(text.lower(), text))
     kind = "a whole number" if base is int else "a number"
     texts = (bounds.description or f"{kind} from {bounds.ge:,} to {bounds.le:,}" for bounds in extras)
-    return next((Format(text) for text in texts), TEXT)
+    return next((Format(text) for text in texts), TEXT_FORMAT)
 
 
 def read_field_docstrings(table: type[Table]) -> dict[str, str]:
@@ -349,7 +361,7 @@ class Environment:
         values: Values = {}
         for entry in declared_settings(table):
             given = ((flags or {}).get(entry.key) or "").strip()
-            values[entry.key] = self._value(entry, given or self._text(entry), values)
+            values[entry.key] = self._convert_text(entry, given or self._read_text(entry), values)
         settings = table(**values)
         self.problems += settings.problems()
         return settings
@@ -362,7 +374,7 @@ class Environment:
         """Add a problem."""
         self.problems.append(Problem(setting, message, hint))
 
-    def _text(self, entry: Setting) -> str:
+    def _read_text(self, entry: Setting) -> str:
         """Return the text of a setting. A secret may also be in the file that `NAME_FILE` names."""
         path = self.text(*(f"{name}_FILE" for name in entry.names)) if entry.format.secret else ""
         if (given := self.text(*entry.names)) or not path:
@@ -374,7 +386,7 @@ class Environment:
             self.refuse(f"{entry.names[0]}_FILE", f"cannot read {path}: {reason}", "Name a readable file.")
             return ""
 
-    def _value(self, entry: Setting, text: str, values: Values) -> Any:
+    def _convert_text(self, entry: Setting, text: str, values: Values) -> Any:
         quote = "" if entry.format.secret else f"{text[:MAX_QUOTE_LENGTH]!r} "
         reason = ""
         try:

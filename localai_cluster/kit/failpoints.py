@@ -15,16 +15,16 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
-KILL_AT, KILL_TEST = "CLUSTER_KILL_AT", "CLUSTER_KILL_TEST"
+KILL_AT_VARIABLE, KILL_TEST_VARIABLE = "CLUSTER_KILL_AT", "CLUSTER_KILL_TEST"
 KILL_MESSAGE_PREFIX = "killed at the point "
 """Beginning of the line that a process writes to standard error before it kills itself; the point follows."""
 
-_sending: ContextVar[str] = ContextVar("leaving", default="")
-"""The failpoint of the message that this context is sending on the bus."""
+_current_failpoint: ContextVar[str] = ContextVar("leaving", default="")
+"""Name of the failpoint for the message that the current context is sending on the bus."""
 
 
-class _Kill:
-    """The kill that the two variables configure."""
+class _ConfiguredKill:
+    """The kill that `CLUSTER_KILL_AT` and `CLUSTER_KILL_TEST` configure."""
 
     def __init__(self, setting: str, gate: str) -> None:
         self.point, _, pass_number = setting.partition("@")
@@ -46,16 +46,19 @@ class _Kill:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-_kill: _Kill | None = None
+_configured_kill: _ConfiguredKill | None = None
 
 
 def arm() -> None:
-    """Read the two variables. Raise SystemExit if only the first is set, because kills are for tests."""
-    global _kill
-    setting, gate = os.environ.get(KILL_AT, ""), os.environ.get(KILL_TEST, "")
+    """Read `CLUSTER_KILL_AT` and `CLUSTER_KILL_TEST`. Raise SystemExit if only the first one is set."""
+    global _configured_kill
+    setting, gate = os.environ.get(KILL_AT_VARIABLE, ""), os.environ.get(KILL_TEST_VARIABLE, "")
     if setting and not gate:
-        sys.exit(f"{KILL_AT} kills this process in a test, and {KILL_TEST} is not set; unset {KILL_AT}")
-    _kill = _Kill(setting, gate) if setting else None
+        sys.exit(
+            f"{KILL_AT_VARIABLE} kills this process in a test, and {KILL_TEST_VARIABLE} is not set;"
+            f" unset {KILL_AT_VARIABLE}"
+        )
+    _configured_kill = _ConfiguredKill(setting, gate) if setting else None
 
 
 arm()
@@ -63,19 +66,19 @@ arm()
 
 def armed() -> bool:
     """Return True if a kill is configured."""
-    return _kill is not None
+    return _configured_kill is not None
 
 
 def passed(point: str) -> None:
     """Pass the failpoint `point`: kill this process if the configured kill is due."""
-    if _kill is not None and _kill.point == point:
-        _kill.pass_by()
+    if _configured_kill is not None and _configured_kill.point == point:
+        _configured_kill.pass_by()
 
 
 @contextlib.contextmanager
 def wrap_request(point: str) -> Iterator[None]:
     """Wrap a request on the bus with the failpoints `:before`, `:sent` and `:answered`."""
-    if _kill is None:
+    if _configured_kill is None:
         yield
         return
     with wrap_message(point):
@@ -86,19 +89,22 @@ def wrap_request(point: str) -> Iterator[None]:
 @contextlib.contextmanager
 def wrap_message(point: str) -> Iterator[None]:
     """Wrap a message without a reply with the failpoints `:before` and `:sent`."""
-    if _kill is None:
+    if _configured_kill is None:
         yield
         return
     passed(f"{point}:before")
-    token = _sending.set(point)
+    token = _current_failpoint.set(point)
     try:
         yield
     finally:
-        _sending.reset(token)
+        _current_failpoint.reset(token)
 
 
 async def pass_sent(flush: Callable[[], Awaitable[None]]) -> None:
     """Pass the failpoint `:sent` of the current message, after `flush` has sent the message."""
-    if _kill is not None and (point := f"{_sending.get()}:sent") == _kill.point:
+    if (
+        _configured_kill is not None
+        and (point := f"{_current_failpoint.get()}:sent") == _configured_kill.point
+    ):
         await flush()
         passed(point)

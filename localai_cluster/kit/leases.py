@@ -23,7 +23,7 @@ M = TypeVar("M", bound=models.Model)
 def lock_free(rows: "QuerySet[M]", *, limit: int | None = None) -> list[M]:
     """Lock and return up to `limit` of the rows that no other transaction has locked.
 
-    This needs a transaction. Other rows are skipped, so the order of the locks does not matter.
+    This needs a transaction. Rows that are locked are skipped, so the order of the locks does not matter.
     """
     return list(rows.select_for_update(no_key=True, skip_locked=True, of=("self",))[:limit])
 
@@ -58,7 +58,7 @@ def update_rows(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
         return
     meta = rows[0]._meta
     chosen = [field for field in meta.concrete_fields if field.primary_key or field.name in columns]
-    values, source, parameters = _joined_values(rows, chosen)
+    values, source, parameters = _values_as_sql(rows, chosen)
     changes = ", ".join(f"{name} = {value}" for name, value in values.items() if name != '"id"')
     with connection.cursor() as cursor:
         cursor.execute(
@@ -76,7 +76,7 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
         return
     meta = rows[0]._meta
     fields = [f for f in meta.concrete_fields if not (f.generated or isinstance(f, models.AutoField))]
-    values, source, parameters = _joined_values(rows, fields)
+    values, source, parameters = _values_as_sql(rows, fields)
     names, chosen = ", ".join(values), ", ".join(values.values())
     with connection.cursor() as cursor:
         cursor.execute(f'INSERT INTO "{meta.db_table}" ({names}) SELECT {chosen} FROM {source}', parameters)
@@ -84,10 +84,10 @@ def insert_rows(rows: Sequence[models.Model]) -> None:
         row._state.adding, row._state.db = False, connection.alias  # a later `save` is an UPDATE
 
 
-def _joined_values(
+def _values_as_sql(
     rows: Sequence[models.Model], fields: Sequence[Any]
 ) -> tuple[dict[str, str], str, list[Any]]:
-    """Return SQL for the values of the columns, the source `v` of these values, and all parameters.
+    """Return SQL expressions for the column values, the SQL of their source `v`, and all parameters.
 
     A value that is equal in all rows is sent once.
     """
@@ -119,7 +119,7 @@ Attempt = tuple[UUID, int]
 """An attempt at a leased row: the row's id and fence."""
 MAX_LOST_LEASES = 10
 """Number of lost leases after which a row is given up."""
-COLUMNS = ["lease_owner", "lease_until", "fence", "lost_leases"]
+LEASE_COLUMNS = ["lease_owner", "lease_until", "fence", "lost_leases"]
 """Columns that `claim`, `end_lease` and `lock_expired_rows` change; the caller saves them."""
 
 
@@ -151,9 +151,9 @@ L = TypeVar("L", bound=LeasedRow)
 def claim(
     rows: "QuerySet[L]", owner: str, *, now: datetime, lease: float, limit: int | None = None
 ) -> list[L]:
-    """Lock up to `limit` unlocked rows and give them to `owner`, each with a new attempt. Return the rows.
+    """Lease up to `limit` unlocked rows to `owner`, each with a new attempt number. Return the rows.
 
-    `lease` is in seconds. The caller saves `COLUMNS`.
+    `lease` is in seconds. The caller saves `LEASE_COLUMNS`.
     """
     claimed = lock_free(rows, limit=limit)
     for row in claimed:
@@ -165,7 +165,7 @@ def claim(
 def renew(
     leased: "QuerySet[L]", owner: str, ids: Sequence[UUID], *, now: datetime, lease: float
 ) -> dict[UUID, int]:
-    """Extend the leases of `owner` on `ids`; return the ids that `owner` still owns, with their fences.
+    """Extend the leases of `owner` on the rows `ids`; return the ids of rows still owned, with their fences.
 
     Pass only the ids of running attempts, so that all other leases expire. A locked row, whose progress or
     outcome is being written, is skipped: otherwise one blocked row would cost all others their leases.
@@ -179,16 +179,16 @@ def renew(
 
 
 def lock_owned_rows(leased: "QuerySet[L]", owner: str) -> list[L]:
-    """Lock the rows of `owner`, which is stopping, in the order of their ids; return the rows."""
+    """Lock and return the rows of `owner`, a process that is stopping, in the order of their ids."""
     return list(leased.filter(lease_owner=owner).order_by("pk").select_for_update(no_key=True))
 
 
 def any_expired(leased: "QuerySet[L]", *, now: datetime) -> bool:
     """Return True if a lease has expired: one query without a lock, because usually none has."""
-    return _expired(leased, now).exists()
+    return _expired_rows(leased, now).exists()
 
 
-def _expired(leased: "QuerySet[L]", now: datetime) -> "QuerySet[L]":
+def _expired_rows(leased: "QuerySet[L]", now: datetime) -> "QuerySet[L]":
     return leased.filter(lease_until__lt=now)
 
 
@@ -197,7 +197,7 @@ def lock_expired_rows(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L],
 
     Locked rows are skipped. Each row to retry counts one more lost lease.
     """
-    lost = lock_free(_expired(leased, now).order_by("pk"))
+    lost = lock_free(_expired_rows(leased, now).order_by("pk"))
     retried = [row for row in lost if row.lost_leases < MAX_LOST_LEASES]
     given_up = [row for row in lost if row.lost_leases >= MAX_LOST_LEASES]
     for row in retried:
@@ -212,6 +212,6 @@ def lock_attempt_rows(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> d
 
 
 def confirm(leased: "QuerySet[L]", attempt: Attempt) -> None:
-    """Raise LeaseLost if the attempt no longer owns its row. Lock and write nothing."""
+    """Check that the attempt still owns its row, without a lock. Raise LeaseLost if it does not."""
     if not leased.filter(pk=attempt[0], fence=attempt[1]).exists():
         raise LeaseLost(str(attempt[0]))

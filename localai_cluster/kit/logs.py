@@ -15,14 +15,14 @@ from typing import TextIO
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
-LINE = "{asctime} {levelname:<7} {name} [{request_id}] {message}"
-TIME = "%H:%M:%S"
+LINE_FORMAT = "{asctime} {levelname:<7} {name} [{request_id}] {message}"
+TIME_FORMAT = "%H:%M:%S"
 
-_ACCEPTABLE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
 @contextmanager
-def of_request(identifier: str) -> Iterator[None]:
+def with_request_id(identifier: str) -> Iterator[None]:
     """Set this request id for the log lines of the block."""
     token = request_id.set(identifier)
     try:
@@ -32,12 +32,12 @@ def of_request(identifier: str) -> Iterator[None]:
 
 
 def new_request_id(offered: str = "") -> str:
-    """Return the caller's own id if it is short and has only safe characters, otherwise a new id."""
-    return offered if _ACCEPTABLE.match(offered) else os.urandom(16).hex()
+    """Return the request id that the caller offers if it is short and safe, otherwise a new id."""
+    return offered if _REQUEST_ID_PATTERN.match(offered) else os.urandom(16).hex()
 
 
 class NoExpectedRefusals(logging.Filter):
-    """Drops the web framework's log lines for a 503 and a 404.
+    """Logging filter that drops the web framework's lines for responses 503 and 404.
 
     The code that raises a 503 logs the reason itself. A 404 concerns only the caller: the reference's pages
     poll routes that this product does not have.
@@ -48,15 +48,15 @@ class NoExpectedRefusals(logging.Filter):
 
 
 class RequestIdFilter(logging.Filter):
-    """Adds `request_id` to every record."""
+    """Logging filter that adds `request_id` to every record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = request_id.get()
         return True
 
 
-class OneLine(logging.Formatter):
-    """Keeps each message on one line, so that an engine's output cannot imitate our log lines."""
+class OneLineFormatter(logging.Formatter):
+    """Formatter that keeps each message on one line: output of engines cannot imitate our log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the formatted line with escaped line breaks. A traceback follows unescaped."""
@@ -66,6 +66,6 @@ class OneLine(logging.Formatter):
 def create_handler(stream: TextIO) -> logging.Handler:
     """Return a handler with our log format for `stream`, for a process without Django's settings."""
     stream_handler = logging.StreamHandler(stream)
-    stream_handler.setFormatter(OneLine(LINE, TIME, style="{"))
+    stream_handler.setFormatter(OneLineFormatter(LINE_FORMAT, TIME_FORMAT, style="{"))
     stream_handler.addFilter(RequestIdFilter())
     return stream_handler

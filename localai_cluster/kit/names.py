@@ -8,12 +8,12 @@ from localai_cluster.kit import errors
 MAX_NAME_LENGTH = 255
 MAX_TEXT_LENGTH = 4000
 """Maximum characters of an error text from a worker or an engine."""
-_REFUSED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_REFUSED_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Refused Unicode categories: control, format, surrogate, private, unassigned, line separators.
 
 Format characters include the bidirectional controls and characters of zero width.
 """
-_BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\U0001d159")
+_BLANK_CHARACTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0\U0001d159")
 """Letters and symbols without a visible glyph."""
 _INVISIBLE_MARKS = frozenset(
     map(
@@ -24,21 +24,21 @@ _INVISIBLE_MARKS = frozenset(
 
 Names that differ only in such marks look alike.
 """
-_UNPRINTABLE = _BLANKS | _INVISIBLE_MARKS
+_UNPRINTABLE_CHARACTERS = _BLANK_CHARACTERS | _INVISIBLE_MARKS
 
 
 def key(name: str) -> str:
     """Return a key that is equal for names that a person cannot distinguish.
 
     The key is the name after NFKC, case folding, and the replacement of each non-ASCII character by the ASCII
-    text that it looks like, if any (Unicode TS 39): a Cyrillic letter that looks like `a` becomes `a`. ASCII
-    characters are never replaced: `gpu-l` and `gpu-1`, `m` and `rn` are different names, because operators
-    number their machines.
+    text that it looks like (Unicode TS 39): a Cyrillic letter that looks like `a` becomes `a`. ASCII
+    characters are never replaced: `gpu-l` and `gpu-1` are different names, because operators number their
+    machines.
     """
     folded = _fold_case(name)
     # A letter that was replaced may join an accent that follows it.
     while not folded.isascii():
-        replaced = _fold_case(unicodedata.normalize("NFD", folded).translate(_look_alikes()))
+        replaced = _fold_case(unicodedata.normalize("NFD", folded).translate(_load_look_alikes()))
         if replaced == folded:
             break
         folded = replaced
@@ -50,7 +50,7 @@ def _fold_case(name: str) -> str:
 
 
 @cache
-def _look_alikes() -> dict[int, str]:
+def _load_look_alikes() -> dict[int, str]:
     """Return the ASCII text that each non-ASCII character looks like; loaded at the first call."""
     # The worker, which compares no names, has no such package.
     from confusable_homoglyphs.utils import load  # type: ignore[import-untyped]
@@ -67,7 +67,7 @@ def _look_alikes() -> dict[int, str]:
 def find_unprintable(text: str) -> str:
     """Return the first character that a name must not contain, in the form `U+200B`; "" if there is none."""
     for character in text:
-        if unicodedata.category(character) in _REFUSED or character in _UNPRINTABLE:
+        if unicodedata.category(character) in _REFUSED_CATEGORIES or character in _UNPRINTABLE_CHARACTERS:
             return f"U+{ord(character):04X}"
     return ""
 
@@ -78,7 +78,7 @@ def to_single_line(text: str) -> str:
 
 
 def to_readable_text(text: str) -> str:
-    """Return a client's text for storage and display. Cut the middle of a long text; keep line breaks.
+    """Return an untrusted text for storage and display. Cut the middle of a long text; keep line breaks.
 
     The error is usually at the beginning, and an engine's last output at the end.
     """

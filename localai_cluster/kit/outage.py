@@ -18,13 +18,13 @@ from localai_cluster.kit import clock
 
 log = logging.getLogger(__name__)
 
-_KINDS = (
+_OUTAGE_ERRORS = (
     django.db.OperationalError,
     django.db.InterfaceError,
     psycopg.OperationalError,
     psycopg.InterfaceError,
 )
-_SERVER_ENDS = frozenset({"57P01", "57P02", "57P03"})
+_SERVER_STOP_SQLSTATES = frozenset({"57P01", "57P02", "57P03"})
 """SQLSTATEs of a server that an administrator shut down, that crashed, or that is starting."""
 
 
@@ -41,17 +41,17 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def is_outage(error: BaseException | None) -> bool:
     """Return True if the database is unreachable or its disk is full; False if it refused a statement."""
-    if not isinstance(error, _KINDS):
+    if not isinstance(error, _OUTAGE_ERRORS):
         return False
     if is_disk_full(error):
         return True
     state = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
     # Without a state no server responded at all; class 08 is a connection error.
-    return state is None or state.startswith("08") or state in _SERVER_ENDS
+    return state is None or state.startswith("08") or state in _SERVER_STOP_SQLSTATES
 
 
 def _is_valkey_outage(error: BaseException | None) -> bool:
-    """Return True for an error of Valkey. The product runs without Valkey's wake-ups and counts."""
+    """Return True if the error means that Valkey is unreachable."""
     # Not every process imports its library, and only one that does has its errors.
     library = sys.modules.get("redis.exceptions")
     return library is not None and isinstance(error, (library.ConnectionError, library.TimeoutError))
@@ -71,14 +71,13 @@ class OneLineOutages(logging.Filter):
 
 
 class RepeatLimit(logging.Filter):
-    """Logging filter that limits the warnings of one kind per minute; fewer for outages.
+    """Logging filter that limits the warnings of one kind per minute, with a lower limit for outages.
 
-    A kind is a logger and its message before formatting. The next line that is logged has the number of
-    omitted lines.
+    A kind is a logger and its message before formatting. The next logged line states how many were omitted.
     """
 
-    MOST, MAX_IN_OUTAGE = 60, 2
-    WINDOW = 60.0
+    MAX_LINES, MAX_LINES_IN_OUTAGE = 60, 2
+    WINDOW_SECONDS = 60.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,10 +87,10 @@ class RepeatLimit(logging.Filter):
         """Return False for a line over the limit."""
         if record.levelno < logging.WARNING:
             return True
-        limit = self.MAX_IN_OUTAGE if _is_about_outage(record) else self.MOST
+        limit = self.MAX_LINES_IN_OUTAGE if _is_about_outage(record) else self.MAX_LINES
         key, now = (record.name, str(record.msg)), clock.monotonic()
         began, count = self._seen.get(key, (now, 0))
-        if now - began < self.WINDOW:
+        if now - began < self.WINDOW_SECONDS:
             self._seen[key] = (began, count + 1)
             return count < limit
         if len(self._seen) > 1000:
@@ -112,14 +111,14 @@ def _is_about_outage(record: logging.LogRecord) -> bool:
 def skip_during_outage(task: Callable[[], None]) -> Callable[[], None]:
     """Decorate a recurring task: an outage ends the run with one log line, without an error.
 
-    The next run does the work.
+    The next run of the task does the work.
     """
 
     @functools.wraps(task)
     def run() -> None:
         try:
             task()
-        except _KINDS as error:
+        except _OUTAGE_ERRORS as error:
             if not is_outage(error):
                 raise
             log.warning("%s left out: %s", task.__qualname__, error)

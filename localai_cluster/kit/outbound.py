@@ -31,26 +31,26 @@ import msgspec
 from localai_cluster.kit import addresses, clock, names, untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 
-CONNECT_LIMIT, NEXT_ADDRESS_AFTER = 10.0, 2.0
-"""Seconds until a connection must be open, and after which the next address of a name is tried."""
-HEADERS_LIMIT = 60.0
+CONNECT_TIMEOUT, NEXT_ADDRESS_DELAY = 10.0, 2.0
+"""Seconds to wait for a connection, and for each but the last of several addresses of a name."""
+HEADERS_TIMEOUT = 60.0
 """Seconds until the headers of a response must have arrived."""
-STALL_LIMIT = 60.0
+STALL_TIMEOUT = 60.0
 """Seconds without a byte of the body after which a response counts as stalled."""
 MIN_BYTES_PER_SECOND = 4096
-"""Bytes per second that a server must send. A slower server uses up `STALL_LIMIT`."""
-BODY_LIMIT = 60.0
+"""Bytes per second that a server must send. A slower server uses up `STALL_TIMEOUT`."""
+BODY_TIMEOUT = 60.0
 """Maximum seconds for the body of a document that is read into memory."""
 MAX_REDIRECTS = 5
 MAX_URL_LENGTH, MAX_MESSAGE_LENGTH = 8192, 300
-MAX_RETRY_AFTER = 3600.0
-_WORDS_BYTES = 16 * 1024
-_REDIRECTS = (301, 302, 303, 307, 308)
-_TEMPORARY = (408, 425, 429)
+MAX_RETRY_AFTER_SECONDS = 3600.0
+_MAX_ERROR_BODY_BYTES = 16 * 1024
+_REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+_TEMPORARY_STATUSES = (408, 425, 429)
 _REDIRECTED_HEADERS = ("accept", "range", "if-range", "if-none-match")
 """Headers of the caller that are kept in a redirect to another origin."""
-_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)")
-_NUMBER = re.compile(r"\d{1,18}")
+_CONTENT_RANGE_PATTERN = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)")
+_NUMBER_PATTERN = re.compile(r"\d{1,18}")
 
 # Both log addresses or headers, and the query of a signed address is a credential.
 for _logger in ("httpx", "httpcore"):
@@ -76,7 +76,7 @@ class SourceRefused(SourceError):
 
 
 class SourceMissing(SourceError):
-    """A source does not have the file (404, 410)."""
+    """The source does not have the file (404, 410)."""
 
     status = 404
     code = "source_missing"
@@ -130,14 +130,14 @@ class SourceBody:
 
 
 @dataclass(frozen=True)
-class _Host:
+class _AllowedHost:
     """A host on one port, or on every port (None)."""
 
     name: str
     port: int | None
 
     @classmethod
-    def parse(cls, text: str) -> "_Host":
+    def parse(cls, text: str) -> "_AllowedHost":
         try:
             address = addresses.parse(text)
         except ValueError:
@@ -159,8 +159,8 @@ class Outbound:
         *,
         verify: ssl.SSLContext | None = None,
     ) -> None:
-        self._allowed = frozenset(map(_Host.parse, allowed_hosts))
-        self._credentials = {_origin(httpx.URL(url)): value for url, value in (credentials or {}).items()}
+        self._allowed = frozenset(map(_AllowedHost.parse, allowed_hosts))
+        self._credentials = {_url_origin(httpx.URL(url)): value for url, value in (credentials or {}).items()}
         self._verify = verify
 
     @asynccontextmanager
@@ -171,22 +171,24 @@ class Outbound:
         target = parse_url(url)
         try:
             async with self.client() as client:
-                response = await self._follow(client, target, headers or {}, method)
+                response = await self._send_with_redirects(client, target, headers or {}, method)
                 async with contextlib.aclosing(response):
                     yield response
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise SourceUnreachable(f"{_site(target)}: {_reason(error)}") from error
+            raise SourceUnreachable(f"{_host_and_path(target)}: {_connection_problem(error)}") from error
         except (httpx.HTTPError, TimeoutError) as error:
-            raise SourceError(f"{_site(target)}: {_reason(error)}", can_retry=True) from error
+            raise SourceError(
+                f"{_host_and_path(target)}: {_connection_problem(error)}", can_retry=True
+            ) from error
 
     async def read(self, url: str, limit: int, headers: Mapping[str, str] | None = None) -> bytes:
         """Return a document of at most `limit` bytes. Raise SourceError, also for a longer document."""
-        async with self.open(url, headers) as response, asyncio.timeout(BODY_LIMIT):
+        async with self.open(url, headers) as response, asyncio.timeout(BODY_TIMEOUT):
             if response.status_code not in (200, 206):
-                raise SourceError(f"{_site(response.url)}: HTTP status {response.status_code}")
+                raise SourceError(f"{_host_and_path(response.url)}: HTTP status {response.status_code}")
             body = await untrusted.read_at_most(response.aiter_raw(), limit)
             if len(body) > limit:
-                raise SourceError(f"{_site(response.url)}: the answer is longer than {limit} bytes")
+                raise SourceError(f"{_host_and_path(response.url)}: the answer is longer than {limit} bytes")
             return body
 
     @asynccontextmanager
@@ -197,7 +199,7 @@ class Outbound:
         length: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[SourceBody]:
-        """Yield `length` bytes of the file from `offset`, or the rest; see `body_of`. Raise SourceError."""
+        """Yield `length` bytes of the file from `offset`, or all bytes from there. Raise SourceError."""
         end = "" if length is None else str(offset + length - 1)
         ranges = {"Range": f"bytes={offset}-{end}"} if offset or length is not None else {}
         async with self.open(url, {**(headers or {}), **ranges}) as response:
@@ -205,11 +207,11 @@ class Outbound:
 
     def is_allowed(self, host: str, port: int) -> bool:
         """Return True if the operator has configured this host, which may have a private address."""
-        return not self._allowed.isdisjoint((_Host(host, None), _Host(host, port)))
+        return not self._allowed.isdisjoint((_AllowedHost(host, None), _AllowedHost(host, port)))
 
     def credential_of(self, url: httpx.URL | str) -> str:
         """Return the credential for the origin of this URL; "" if there is none."""
-        return self._credentials.get(_origin(httpx.URL(url)), "")
+        return self._credentials.get(_url_origin(httpx.URL(url)), "")
 
     def client(self) -> httpx.AsyncClient:
         """Return a client that connects to checked addresses only.
@@ -218,14 +220,14 @@ class Outbound:
         """
         # One for each call: clients belong to an event loop, and a large file needs few connections.
         return httpx.AsyncClient(
-            transport=_CheckedTransport(self, self._verify or _usual_authorities()),
-            timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
+            transport=_CheckedTransport(self, self._verify or _default_tls_context()),
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
             headers={"User-Agent": "localai-cluster"},
             trust_env=False,
             follow_redirects=False,
         )
 
-    async def _follow(
+    async def _send_with_redirects(
         self, client: httpx.AsyncClient, url: httpx.URL, headers: Mapping[str, str], method: str
     ) -> httpx.Response:
         authorization, was_redirected = self.credential_of(url), False
@@ -233,21 +235,21 @@ class Outbound:
             sent = {**headers, "Accept-Encoding": "identity"}
             if authorization:
                 sent["Authorization"] = authorization
-            async with asyncio.timeout(HEADERS_LIMIT):
+            async with asyncio.timeout(HEADERS_TIMEOUT):
                 request = client.build_request(method, url, headers=sent)
                 response = await client.send(request, stream=True)
-            if response.status_code not in _REDIRECTS:
+            if response.status_code not in _REDIRECT_STATUSES:
                 break
             await response.aclose()
-            target = _redirect_of(response)
-            if _origin(target) != _origin(url):
+            target = _redirect_target(response)
+            if _url_origin(target) != _url_origin(url):
                 # Nor back to the first host: whoever redirects there chooses the path.
                 authorization, was_redirected = "", True
                 headers = {name: headers[name] for name in headers if name.lower() in _REDIRECTED_HEADERS}
             url = target
         else:
-            raise SourceError(f"{_site(url)}: more than {MAX_REDIRECTS} redirects")
-        if problem := await _problem_of(response, authorization, was_redirected=was_redirected):
+            raise SourceError(f"{_host_and_path(url)}: more than {MAX_REDIRECTS} redirects")
+        if problem := await _response_error(response, authorization, was_redirected=was_redirected):
             await response.aclose()
             raise problem
         return response
@@ -265,20 +267,24 @@ def body_of(response: httpx.Response, offset: int) -> SourceBody:
     pieces = response.aiter_raw()
     if response.status_code == 200:
         length = response.headers.get("content-length", "")
-        return SourceBody(pieces, 0, int(length) if _NUMBER.fullmatch(length) else 0, validator)
-    match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+        return SourceBody(pieces, 0, int(length) if _NUMBER_PATTERN.fullmatch(length) else 0, validator)
+    match = _CONTENT_RANGE_PATTERN.fullmatch(response.headers.get("content-range", ""))
     total = int(match[2]) if match and match[2] != "*" else 0
     if response.status_code == 416 and match and not total and not offset:
-        return SourceBody(_nothing(), 0, 0, validator)  # an empty file has no range
+        return SourceBody(_no_pieces(), 0, 0, validator)  # an empty file has no range
     if response.status_code == 416:
-        raise SourceError(f"{_site(response.url)}: the file ends before byte {offset}", can_retry=True)
+        raise SourceError(
+            f"{_host_and_path(response.url)}: the file ends before byte {offset}", can_retry=True
+        )
     if response.status_code != 206 or match is None or match[1] is None or int(match[1]) != offset:
-        raise SourceError(f"{_site(response.url)}: HTTP status {response.status_code} with another range")
+        raise SourceError(
+            f"{_host_and_path(response.url)}: HTTP status {response.status_code} with another range"
+        )
     return SourceBody(pieces, offset, total, validator, has_ranges=True)
 
 
 async def read_pieces(
-    body: AsyncIterator[bytes], size: int, stall: float = STALL_LIMIT
+    body: AsyncIterator[bytes], size: int, stall: float = STALL_TIMEOUT
 ) -> AsyncIterator[bytes]:
     """Yield the body in pieces of `size` bytes; the last piece may be shorter.
 
@@ -332,7 +338,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         """Connect to the first address that accepts. Raise AddressRefused or an error of httpcore."""
-        numbers = await self._checked_addresses(host, port)
+        numbers = await self._resolve_and_check(host, port)
         connect = partial(
             self._network.connect_tcp,
             port=port,
@@ -341,7 +347,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         )
         for number in numbers[:-1]:
             try:
-                return await connect(number, timeout=min(timeout or NEXT_ADDRESS_AFTER, NEXT_ADDRESS_AFTER))
+                return await connect(number, timeout=min(timeout or NEXT_ADDRESS_DELAY, NEXT_ADDRESS_DELAY))
             except (httpcore.ConnectError, httpcore.ConnectTimeout):
                 pass
         return await connect(numbers[-1], timeout=timeout)
@@ -350,7 +356,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         """Sleep between two attempts."""
         await asyncio.sleep(seconds)
 
-    async def _checked_addresses(self, host: str, port: int) -> list[str]:
+    async def _resolve_and_check(self, host: str, port: int) -> list[str]:
         try:
             name = addresses.host(host)
         except ValueError as error:
@@ -358,7 +364,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         # A thread of its own: a resolver that hangs must not occupy those of the database.
         lookup = untrusted.in_daemon_thread(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
         try:
-            async with asyncio.timeout(CONNECT_LIMIT):
+            async with asyncio.timeout(CONNECT_TIMEOUT):
                 found = await asyncio.wrap_future(lookup)
         except TimeoutError:
             raise SourceUnreachable(f"{name}: the name server does not answer") from None
@@ -376,11 +382,11 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
 
 
 @lru_cache(maxsize=1)
-def _usual_authorities() -> ssl.SSLContext:
+def _default_tls_context() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-async def _nothing() -> AsyncIterator[bytes]:
+async def _no_pieces() -> AsyncIterator[bytes]:
     for piece in tuple[bytes, ...]():
         yield piece
 
@@ -406,12 +412,12 @@ def parse_url(text: str) -> httpx.URL:
     if url.scheme not in ("http", "https") or not url.raw_host or url.port == 0:
         raise AddressRefused("only http:// and https:// URLs with a host are read")
     if url.userinfo:
-        raise AddressRefused(f"{_site(url)}: a URL with a user name or password is not read")
+        raise AddressRefused(f"{_host_and_path(url)}: a URL with a user name or password is not read")
     return url
 
 
-def _redirect_of(response: httpx.Response) -> httpx.URL:
-    site = _site(response.request.url)
+def _redirect_target(response: httpx.Response) -> httpx.URL:
+    site = _host_and_path(response.request.url)
     try:
         target = parse_url(str(response.request.url.join(response.headers.get("location", ""))))
     except (httpx.InvalidURL, ValueError, InvalidInput):
@@ -421,23 +427,23 @@ def _redirect_of(response: httpx.Response) -> httpx.URL:
     return target
 
 
-def _origin(url: httpx.URL) -> tuple[str, str, int]:
+def _url_origin(url: httpx.URL) -> tuple[str, str, int]:
     name = url.raw_host.decode("ascii", "replace")
     with suppress(ValueError):  # it is refused when it is dialled
         name = addresses.host(name)
     return url.scheme, name, url.port or (443 if url.scheme == "https" else 80)
 
 
-async def _problem_of(
+async def _response_error(
     response: httpx.Response, authorization: str, *, was_redirected: bool
 ) -> SourceError | None:
     """Return the error for an unsuccessful response, with the source's own text; None for a success."""
-    status, site = response.status_code, _site(response.url)
+    status, site = response.status_code, _host_and_path(response.url)
     if status < 300 or status in (304, 416):
         if response.headers.get("content-encoding", "identity") == "identity":
             return None
         return SourceError(f"{site}: the source compresses the file, although it was asked not to")
-    words = await _words_of(response, authorization)
+    words = await _source_error_text(response, authorization)
     text = f"{site}: HTTP status {status}" + (f": {words}" if words else "")
     if status in (401, 403, 410) and was_redirected:
         return SourceError(text, can_retry=True)  # a signed address is good for minutes
@@ -446,17 +452,21 @@ async def _problem_of(
         return SourceRefused(f"{site} refuses access (HTTP status {status}): {words or hint}")
     if status in (404, 410):
         return SourceMissing(text)
-    if status in _TEMPORARY or status >= 500:
+    if status in _TEMPORARY_STATUSES or status >= 500:
         return SourceBusy(text, retry_after=_retry_after(response))
     return SourceError(text)
 
 
-async def _words_of(response: httpx.Response, authorization: str) -> str:
+async def _source_error_text(response: httpx.Response, authorization: str) -> str:
     """Return the source's error message from the response, on one line, without our credential."""
     words: Any = response.headers.get("x-error-message", "")
     try:
-        async with asyncio.timeout(NEXT_ADDRESS_AFTER):
-            body = await untrusted.read_at_most(response.aiter_raw(), _WORDS_BYTES) if not words else b""
+        async with asyncio.timeout(NEXT_ADDRESS_DELAY):
+            body = (
+                await untrusted.read_at_most(response.aiter_raw(), _MAX_ERROR_BODY_BYTES)
+                if not words
+                else b""
+            )
         document = msgspec.json.decode(body) if body and not untrusted.json_problem(body) else None
     except (httpx.HTTPError, TimeoutError, ValueError):
         document = None
@@ -471,16 +481,16 @@ async def _words_of(response: httpx.Response, authorization: str) -> str:
 
 def _retry_after(response: httpx.Response) -> float:
     text = response.headers.get("retry-after", "")
-    return min(float(text), MAX_RETRY_AFTER) if _NUMBER.fullmatch(text) else 0.0
+    return min(float(text), MAX_RETRY_AFTER_SECONDS) if _NUMBER_PATTERN.fullmatch(text) else 0.0
 
 
-def _site(url: httpx.URL) -> str:
+def _host_and_path(url: httpx.URL) -> str:
     """Return the host and path of a URL, for a message."""
     host = url.raw_host.decode("ascii", "replace")
     return names.to_single_line(f"{host}{url.path}"[:200])
 
 
-def _reason(error: Exception) -> str:
+def _connection_problem(error: Exception) -> str:
     if isinstance(error, httpx.ConnectTimeout):
         return "no connection in time"
     if isinstance(error, TimeoutError):

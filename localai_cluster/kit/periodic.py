@@ -1,8 +1,8 @@
 """Schedules that code declares, stored as rows of django-q2.
 
-The admin shows the rows, and an operator can edit or pause them. `ensure` creates missing rows and corrects
-their functions; it keeps an operator's own timing or pause. The controller calls `tick` every second, because
-django-q2's own loop polls only every 30 s.
+The admin shows the rows, and an operator can edit or pause them. `ensure_schedules` creates missing rows and
+corrects their functions; it keeps an operator's own timing or pause. The controller calls
+`enqueue_due_schedules` every second, because django-q2's own loop polls only every 30 s.
 """
 
 from collections.abc import Iterable
@@ -17,22 +17,22 @@ from django_q.scheduler import scheduler
 from localai_cluster.kit import clock
 from localai_cluster.kit.transactions import Lock, try_lock
 
-SILENT_AFTER = 30.0
-"""Seconds after which a waiting task means that no process runs tasks."""
-BACKLOG = 20
+MAX_TASK_WAIT_SECONDS = 30.0
+"""Seconds that a task may wait in the queue. A longer wait means that no process runs tasks."""
+MAX_BACKLOG = 20
 """Number of waiting tasks at which the ticker stops adding tasks."""
 
 
 @dataclass(frozen=True)
-class Recurring:
-    """A recurring task. `cron` has six fields; the last one is the second."""
+class RecurringTask:
+    """The schedule of a task. `cron` has six fields; the last field is the second of the minute."""
 
     name: str
     function: str
     cron: str
 
 
-def ensure(recurring: Iterable[Recurring]) -> None:
+def ensure_schedules(recurring: Iterable[RecurringTask]) -> None:
     """Create the missing rows of the declared schedules. Several processes may call it concurrently."""
     with try_lock(Lock.SCHEDULES) as mine:
         if not mine:
@@ -50,13 +50,13 @@ def ensure(recurring: Iterable[Recurring]) -> None:
             )
 
 
-def tick() -> None:
-    """Enqueue every schedule that is due. Row locks prevent that several tickers enqueue the same run.
+def enqueue_due_schedules() -> None:
+    """Enqueue every due schedule. Row locks prevent several processes from enqueuing the same run.
 
-    While no process takes tasks off the queue, add at most `BACKLOG`: many runs of one task are useless.
+    While no process takes tasks off the queue, add at most `MAX_BACKLOG`: many runs of one task are useless.
     """
     due = Schedule.objects.exclude(repeats=0).filter(next_run__lt=clock.now())
-    if due.exists() and OrmQ.objects.count() < BACKLOG:
+    if due.exists() and OrmQ.objects.count() < MAX_BACKLOG:
         scheduler(broker=get_broker())
 
 

@@ -15,7 +15,7 @@ from localai_cluster.kit import backoff
 
 log = logging.getLogger(__name__)
 
-_FIRST_RETRY, _MAX_RETRY = 1.0, 30.0
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 30.0
 
 
 class PeriodicTask:
@@ -42,7 +42,7 @@ class PeriodicTask:
         self._failures = 0
 
     def wake(self) -> None:
-        """Run the step soon."""
+        """Run the step as soon as the current step has ended."""
         self._woken.set()
 
     def stop(self) -> None:
@@ -57,21 +57,21 @@ class PeriodicTask:
             await asyncio.sleep(self._gather)
         while not self._stopping:
             self._woken.clear()
-            await self._pause(await self._attempt())
+            await self._wait_for_wake_up(await self._run_step())
 
-    async def _attempt(self) -> float | None:
+    async def _run_step(self) -> float | None:
         try:
             pause = await self._step()
         except self._retry_on as error:
             self._failures += 1
-            longest = _MAX_RETRY if self._interval is None else self._interval
-            seconds = backoff.delay(self._failures, first=min(_FIRST_RETRY, longest), longest=longest)
+            longest = _MAX_RETRY_SECONDS if self._interval is None else self._interval
+            seconds = backoff.delay(self._failures, first=min(_FIRST_RETRY_SECONDS, longest), longest=longest)
             log.warning("%s: %s; retrying", self._name, error or type(error).__name__)
             return seconds
         self._failures = 0
         return self._interval if pause is None else pause
 
-    async def _pause(self, seconds: float | None) -> None:
+    async def _wait_for_wake_up(self, seconds: float | None) -> None:
         if self._stopping:
             return
         with contextlib.suppress(TimeoutError):
@@ -116,7 +116,7 @@ class WorkPool(ABC, Generic[T]):
         """Run one item without raising an error. A failed item is due again when its claim expires."""
 
     def wake(self) -> None:
-        """Check for due items soon."""
+        """Check for due items without waiting for the next interval."""
         self._loop.wake()
 
     async def run(self) -> None:
@@ -130,10 +130,10 @@ class WorkPool(ABC, Generic[T]):
             return None
         for item in await self.claim_due(free):
             self._running += 1
-            self._group.create_task(self._run(item), name=str(item))
+            self._group.create_task(self._run_and_count(item), name=str(item))
         return await self.next_due()
 
-    async def _run(self, item: T) -> None:
+    async def _run_and_count(self, item: T) -> None:
         try:
             await self.run_item(item)
         finally:

@@ -22,7 +22,7 @@ POLL_SECONDS = 0.02
 """Seconds between two polls while waiting for processes to end. Limits are counted in polls."""
 
 ORPHAN_SECONDS = 1.0
-"""Seconds for the other members of a group to end after the leader has ended."""
+"""Seconds for the other processes of a group to end after the leader has ended."""
 
 SCRIPT = os.path.realpath(__file__)
 
@@ -61,7 +61,7 @@ class Group:
 
 
 def stat(pid: int) -> Stat | None:
-    """Return the process with this id, or None."""
+    """Return the process with this id; None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")

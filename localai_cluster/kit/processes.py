@@ -52,10 +52,10 @@ __all__ = [
     "sweep",
 ]
 
-Stream = int | IO[Any] | None
+ChildStream = int | IO[Any] | None
 
 FIRST_DELAY, MAX_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
-"""Seconds: first and longest restart delay of reapers, and uptime after which a restart is immediate."""
+"""Seconds: first and longest restart delay of reapers; uptime after which the next restart is immediate."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ def spawn(
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-    stdin: Stream = subprocess.DEVNULL,
-    stdout: Stream = None,
-    stderr: Stream = None,
+    stdin: ChildStream = subprocess.DEVNULL,
+    stdout: ChildStream = None,
+    stderr: ChildStream = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start `argv` as the leader of a new session and group. Raise OSError if the start fails.
+    """Start `argv` as the leader of a new session and process group. Raise OSError if the start fails.
 
     `env` is the complete environment of the child; None means our own. With a reaper, add
     `ProcessReaper.env`.
@@ -128,8 +128,8 @@ class ProcessReaper:
 
     Put `env` into the environment of every child, call `add` directly after the child's start, and `discard`
     after its end. If the owner dies between start and `add`, the reaper finds the child by the mark in its
-    environment. If a reaper ends before the owner, another one replaces it; `replaced` gets the return code
-    of each ended reaper.
+    environment. A reaper that ends before the owner is replaced; the callback `replaced` gets its return
+    code.
     """
 
     def __init__(self, mark: str | None = None, *, replaced: Callable[[int], None] = lambda _: None) -> None:
@@ -138,7 +138,7 @@ class ProcessReaper:
         self._groups: dict[int, Group] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._process = self._start()
+        self._process = self._start_reaper()
         threading.Thread(target=self._keep_alive, name="reaper", daemon=True).start()
 
     @property
@@ -169,14 +169,14 @@ class ProcessReaper:
             number = len(self._groups) if rank is None else rank
             group = group_of(pid, polite=polite, seconds=seconds, whole=whole, rank=number)
             self._groups[pid] = group
-            self._send(line_for(group))
+            self._send_line(line_for(group))
             return group
 
     def discard(self, pid: int) -> None:
         """Remove a group that has ended."""
         with self._lock:
             if self._groups.pop(pid, None):
-                self._send(f"-{pid}\n")
+                self._send_line(f"-{pid}\n")
 
     def close(self) -> None:
         """Close the pipe to the reaper; wait until the reaper has ended all groups and itself."""
@@ -194,7 +194,7 @@ class ProcessReaper:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start_reaper(self) -> "subprocess.Popen[bytes]":
         # An empty environment: neither our secrets nor another process reaper's mark.
         process = spawn(
             [sys.executable, "-I", "-S", SCRIPT, self.mark],
@@ -211,7 +211,7 @@ class ProcessReaper:
             process.stdin.flush()
         return process
 
-    def _send(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         assert self._process.stdin
         # `_keep_alive` replaces a process reaper that has died; the new one gets the complete list.
         with suppress(BrokenPipeError):
@@ -226,17 +226,17 @@ class ProcessReaper:
             if clock.monotonic() - started_at >= STEADY_SECONDS:
                 failures = 0
             delay = backoff.delay(failures, first=FIRST_DELAY, longest=MAX_DELAY) if failures else 0.0
-            if not self._closed.wait(delay) and self._replace():
+            if not self._closed.wait(delay) and self._replace_reaper():
                 self._replaced(code)
             failures += 1
 
-    def _replace(self) -> bool:
+    def _replace_reaper(self) -> bool:
         with self._lock:
             ended = self._process
             if self._closed.is_set():
                 return False
             try:
-                self._process = self._start()
+                self._process = self._start_reaper()
             except OSError:
                 return False  # out of memory or process ids: `_keep_alive` retries with back-off
         assert ended.stdin

@@ -1,6 +1,6 @@
 """Numbers in sentences: counts and sizes. Needs are rounded up, free memory is rounded down."""
 
-_UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
+_BYTE_UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
 
 
 def human_bytes(count: int) -> str:
@@ -32,4 +32,4 @@ def format_bytes(size: int) -> str:
     """Format a size rounded up: in GiB, or below one GiB in the largest unit that fits."""
     if size >= 2**30:
         return gib_rounded_up(size)
-    return next((f"{-(-size // 2**n)} {u}" for n, u in _UNITS if size >= 2**n), "0 B")
+    return next((f"{-(-size // 2**n)} {u}" for n, u in _BYTE_UNITS if size >= 2**n), "0 B")

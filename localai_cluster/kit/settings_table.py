@@ -18,28 +18,38 @@ from msgspec import Meta
 
 from localai_cluster.kit import clock, env
 from localai_cluster.kit.addresses import local_address, split_host_port
-from localai_cluster.kit.env import Duration, Folder, FreePort, Mirror, Pem, Problem, Seconds, Secret, setting
-from localai_cluster.kit.tls import TlsFiles, WrongFile
+from localai_cluster.kit.env import (
+    Duration,
+    Folder,
+    FreePort,
+    MirrorUrl,
+    PemFile,
+    Problem,
+    Seconds,
+    Secret,
+    setting,
+)
+from localai_cluster.kit.tls import TlsFiles, WrongTlsFile
 
 MAX_PRESSURE = 100
 """Maximum prefix pressure that a web process reports for a model, and the maximum threshold."""
 MAX_WEB_PROCESSES = 64
-MAX_LINES = 10_000
-MIN_BYTES, MAX_BYTES = 64 * 1024, 2 * 1024 * 1024
+MAX_LOG_LINES = 10_000
+MIN_LOG_BYTES, MAX_LOG_BYTES = 64 * 1024, 2 * 1024 * 1024
 """Bounds of the stored output of one engine; as escaped JSON it fits in what web processes accept."""
 CAPABILITY_FILE = "/run/localai/capability"
 AccountSeed = Annotated[str, env.seed("account")]
 OperatorSeed = Annotated[str, env.seed("operator")]
 UserSeed = Annotated[str, env.seed("user")]
-LogBytes = Annotated[int, Meta(ge=MIN_BYTES, le=MAX_BYTES)]
-Connections = Annotated[int, Meta(ge=1, le=16)]
-WebProcesses = Annotated[int, Meta(ge=1, le=MAX_WEB_PROCESSES)]
-_WHEELS = str(Path(__file__).resolve().parents[2] / "dist")
-_SHOWN_PROCESSES = "1; `make run`: one for each core, at most 4"
-_OWN_ADDRESS = "--addr, else this machine's address on the way to the control plane"
+LogBytes = Annotated[int, Meta(ge=MIN_LOG_BYTES, le=MAX_LOG_BYTES)]
+ConnectionCount = Annotated[int, Meta(ge=1, le=16)]
+WebProcessCount = Annotated[int, Meta(ge=1, le=MAX_WEB_PROCESSES)]
+_DEFAULT_WHEEL_FOLDER = str(Path(__file__).resolve().parents[2] / "dist")
+_WEB_PROCESSES_DEFAULT_TEXT = "1; `make run`: one for each core, at most 4"
+_OWN_ADDRESS_DEFAULT_TEXT = "--addr, else this machine's address on the way to the control plane"
 
 
-def _host_name(_: env.Values) -> str:
+def _default_node_name(_: env.Values) -> str:
     return socket.gethostname() or f"node-{os.getpid()}"
 
 
@@ -48,15 +58,15 @@ def base_port(values: env.Values) -> int:
     return split_host_port(values["addr"] or values["serve_addr"])[1]
 
 
-def _address(values: env.Values) -> str:
+def _default_advertise_addr(values: env.Values) -> str:
     return values["addr"] or f"{local_address(values['register_to'])}:{base_port(values)}"
 
 
-def _http_address(values: env.Values) -> str:
+def _default_http_addr(values: env.Values) -> str:
     return f"0.0.0.0:{base_port(values) - 1}"
 
 
-def _probes(values: env.Values) -> str:
+def _default_advertise_http_addr(values: env.Values) -> str:
     return f"{split_host_port(values['advertise_addr'])[0]}:{split_host_port(values['http_addr'])[1]}"
 
 
@@ -64,7 +74,7 @@ def _tls_problems(prefix: str, check: Callable[[], Any]) -> Iterator[Problem]:
     """Return the problems of the files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
     try:
         check()
-    except WrongFile as error:
+    except WrongTlsFile as error:
         yield Problem(f"{prefix}_{error.part}", str(error), "Name readable PEM files that belong together.")
 
 
@@ -76,19 +86,19 @@ class SharedSettings(env.Table):
     """JSON list of registries: `host`, `username`, `password`, `realm`, `plain_http`."""
     registry_config: Folder | None = setting("LOCALAI_REGISTRY_CONFIG")
     """A `config.json` with credentials of registries, as `docker login` writes it; no helpers are run."""
-    registry_ca: env.MoreCAs | None = setting("LOCALAI_REGISTRY_CA")
+    registry_ca: env.AdditionalCAs | None = setting("LOCALAI_REGISTRY_CA")
     """PEM file with CA certificates that registries and galleries may have besides the usual ones."""
     github_url: env.BaseUrl = setting("LOCALAI_GITHUB_URL", "https://raw.githubusercontent.com")
     """Base URL of the files that `github:` addresses name; it may be a mirror."""
-    hugging_face_url: Mirror = setting("HF_MIRROR", "https://huggingface.co", others=("HF", "HF_ENDPOINT"))
+    hugging_face_url: MirrorUrl = setting("HF_MIRROR", "https://huggingface.co", others=("HF", "HF_ENDPOINT"))
     """Base URL of Hugging Face, for `hf://` and `huggingface://` addresses; it may be a mirror."""
     hugging_face_token: Secret = setting("HF_TOKEN", others=("HUGGING_FACE_HUB_TOKEN",))
     """Token for gated and private repositories of Hugging Face; it goes to `HF_MIRROR` only."""
-    nats_tls_ca: Pem = setting("LOCALAI_NATS_TLS_CA", "", "the system's CAs", group="Message bus")
+    nats_tls_ca: PemFile = setting("LOCALAI_NATS_TLS_CA", "", "the system's CAs", group="Message bus")
     """CA certificates that verify the message bus. Any of the three files forces encryption."""
-    nats_tls_cert: Pem = setting("LOCALAI_NATS_TLS_CERT")
+    nats_tls_cert: PemFile = setting("LOCALAI_NATS_TLS_CERT")
     """Certificate for mutual TLS with the message bus."""
-    nats_tls_key: Pem = setting("LOCALAI_NATS_TLS_KEY")
+    nats_tls_key: PemFile = setting("LOCALAI_NATS_TLS_KEY")
     """Private key of that certificate."""
 
     @cached_property
@@ -130,31 +140,31 @@ class ClusterSettings(SharedSettings):
     """Databases, secrets and models folder of `make run`."""
     models_path: Folder = setting("LOCALAI_MODELS_PATH", "{data_dir}/models", "`$CLUSTER_DATA_DIR/models`")
     """Files and definitions of the models ([below](#models-folder))."""
-    wheel_dir: Folder = setting("CLUSTER_WHEEL_DIR", _WHEELS, "`./dist` of the project")
+    wheel_dir: Folder = setting("CLUSTER_WHEEL_DIR", _DEFAULT_WHEEL_FOLDER, "`./dist` of the project")
     """Folder with the worker package that joining machines install; `make package` builds it there."""
     host: str = setting("HOST", "127.0.0.1", group="Web")
     """Address on which the web process listens; another one lets other machines reach the cluster."""
     port: env.Port = setting("PORT", "8080")
     """Port of the web process."""
-    web_processes: WebProcesses = setting("CLUSTER_WEB_PROCESSES", "1", _SHOWN_PROCESSES)
+    web_processes: WebProcessCount = setting("CLUSTER_WEB_PROCESSES", "1", _WEB_PROCESSES_DEFAULT_TEXT)
     """Web processes of `manage.py serve` on that address ([how many?](operating/web-processes.md))."""
     server: Literal["uvicorn", "daphne"] = setting("CLUSTER_SERVER", "uvicorn")
     """The web server: `uvicorn` or `daphne`, which has disadvantages ([below](#daphne))."""
-    web_tls_cert: Pem = setting("CLUSTER_TLS_CERT")
+    web_tls_cert: PemFile = setting("CLUSTER_TLS_CERT")
     """Certificate with which the web process serves HTTPS ([below](#https))."""
-    web_tls_key: Pem = setting("CLUSTER_TLS_KEY")
+    web_tls_key: PemFile = setting("CLUSTER_TLS_KEY")
     """Private key of that certificate."""
     public_url: env.BaseUrl = setting("CLUSTER_PUBLIC_URL", "", "`make run` sets it from `HOST`")
     """Base URL under which other machines reach the web process, for the line of *Add a node*."""
-    allowed_hosts: env.Names = setting("ALLOWED_HOSTS", "*")
+    allowed_hosts: env.NameList = setting("ALLOWED_HOSTS", "*")
     """Django's, separated by commas."""
-    csrf_trusted_origins: env.Names = setting("CSRF_TRUSTED_ORIGINS")
+    csrf_trusted_origins: env.NameList = setting("CSRF_TRUSTED_ORIGINS")
     """Origin of a reverse proxy with TLS (`https://cluster.example`); sign-in behind it needs this."""
-    controller_metrics: env.Listener | None = setting("CLUSTER_CONTROLLER_METRICS_ADDRESS")
+    controller_metrics: env.ListenAddress | None = setting("CLUSTER_CONTROLLER_METRICS_ADDRESS")
     """`host:port` on which the controller serves `/metrics`; each controller of a machine needs its own."""
-    tasks_metrics: env.Listener | None = setting("CLUSTER_TASKS_METRICS_ADDRESS")
+    tasks_metrics: env.ListenAddress | None = setting("CLUSTER_TASKS_METRICS_ADDRESS")
     """`host:port` on which `manage.py qcluster` serves `/metrics`; unused with `controller --tasks`."""
-    log_level: env.Level = setting("LOG_LEVEL", "INFO")
+    log_level: env.LogLevel = setting("LOG_LEVEL", "INFO")
     """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
     debug: bool = setting("DEBUG", "false")
     """Django's; never enable it where others can reach the cluster."""
@@ -162,7 +172,7 @@ class ClusterSettings(SharedSettings):
     """Django's."""
     registration_token: Secret = setting("LOCALAI_REGISTRATION_TOKEN", "", "generated")
     """Required to register a worker without a join token; engines of stock workers accept calls with it."""
-    api_keys: env.Keys = setting("LOCALAI_API_KEY", "", "generated")
+    api_keys: env.SecretKeys = setting("LOCALAI_API_KEY", "", "generated")
     """A fixed admin API key, or several with commas between them."""
     metrics_token: Secret = setting("LOCALAI_METRICS_TOKEN")
     """Token that opens `/metrics` of the server processes and nothing else ([metrics](metrics.md))."""
@@ -180,11 +190,11 @@ class ClusterSettings(SharedSettings):
     """Admit workers without their own secret, as stock ones are; they are marked as weak."""
     node_hosts: env.NodeHosts = setting("CLUSTER_NODE_HOSTS")
     """Further hosts of nodes: a JSON object of lists by node name ([below](#hosts-of-nodes))."""
-    failed_tokens: env.Count = setting("CLUSTER_FAILED_TOKENS", "30")
+    failed_tokens: env.PositiveCount = setting("CLUSTER_FAILED_TOKENS", "30")
     """Wrong tokens and node secrets per address and minute before it gets 429 ([below](#wrong-tokens))."""
-    pending_nodes: env.Count = setting("CLUSTER_PENDING_NODES", "500")
+    pending_nodes: env.PositiveCount = setting("CLUSTER_PENDING_NODES", "500")
     """Nodes that may await approval; then a new one without a join token gets 429."""
-    pending_nodes_per_address: env.Count = setting("CLUSTER_PENDING_NODES_PER_ADDRESS", "100")
+    pending_nodes_per_address: env.PositiveCount = setting("CLUSTER_PENDING_NODES_PER_ADDRESS", "100")
     """Nodes from one address (an IPv6 /64) that may await approval; behind a proxy or NAT all share one."""
     galleries: env.Galleries = setting("LOCALAI_BACKEND_GALLERIES", group="Backends")
     """JSON list of `{"name", "url"}` sent with installs, or workers use theirs ([below](#galleries))."""
@@ -234,7 +244,7 @@ class ClusterSettings(SharedSettings):
     """Derive batch and parallel requests from the node where a definition does not say them (R2.80)."""
     download_on: Literal["control-plane", "worker"] = setting("CLUSTER_DOWNLOAD_ON", "control-plane")
     """Nodes get [imported files](staging.md) from the control plane, or weights from the web and the hub."""
-    download_connections: Connections = setting("CLUSTER_DOWNLOAD_CONNECTIONS", "4")
+    download_connections: ConnectionCount = setting("CLUSTER_DOWNLOAD_CONNECTIONS", "4")
     """Connections over which an import downloads a large file, if its source sends ranges."""
     request_timeout: Seconds = setting("CLUSTER_REQUEST_TIMEOUT", "10m", group="Requests")
     """Time limit of one inference call; of a stream of text until its first piece."""
@@ -250,7 +260,7 @@ class ClusterSettings(SharedSettings):
     """[Route by prefix](prefix-routing.md) unless a model's rule says otherwise (R3.1). For web processes."""
     prefix_ttl: Seconds = setting("LOCALAI_DISTRIBUTED_PREFIX_CACHE_TTL", "5m")
     """Lifetime of the record that a replica has processed a prefix (C43)."""
-    prefix_match: env.Share = setting("CLUSTER_PREFIX_MATCH", "0.3")
+    prefix_match: env.Fraction = setting("CLUSTER_PREFIX_MATCH", "0.3")
     """Least cached share of a prompt at which a replica is preferred (C41); rules may set their own."""
     prefix_balance_abs: Annotated[int, Meta(ge=0, le=1_000_000)] = setting("CLUSTER_PREFIX_BALANCE_ABS", "2")
     """Requests more that may run on a preferred replica than on the idlest one (C42)."""
@@ -316,7 +326,7 @@ class WorkerSettings(SharedSettings):
     """Seed of the user that --nats-jwt names."""
     register_to: env.ServerUrl = setting("LOCALAI_REGISTER_TO", group="Control plane")
     """Base URL of the control plane. Required."""
-    tls_ca: Pem = setting("LOCALAI_WORKER_TLS_CA", "", "the system's CAs")
+    tls_ca: PemFile = setting("LOCALAI_WORKER_TLS_CA", "", "the system's CAs")
     """CA certificates that verify an https:// control plane."""
     registration_token: Secret = setting("LOCALAI_REGISTRATION_TOKEN")
     """Secret shared with the control plane, or a join token."""
@@ -328,15 +338,15 @@ class WorkerSettings(SharedSettings):
     """Implies --registration-require-auth and --nats-require-auth."""
     allow_stock_frontend: bool = setting("LOCALAI_WORKER_ALLOW_STOCK_FRONTEND", "false")
     """Serve a stock LocalAI frontend also where LocalAI Cluster has accepted this worker's secret."""
-    node_name: env.NodeName = setting("LOCALAI_NODE_NAME", _host_name, "the host name")
+    node_name: env.NodeName = setting("LOCALAI_NODE_NAME", _default_node_name, "the host name")
     """Unique name of this node."""
     node_labels: env.Labels = setting("LOCALAI_NODE_LABELS")
     """Labels of this node: k=v,k=v."""
-    max_replicas_per_model: env.Slots = setting("LOCALAI_MAX_REPLICAS_PER_MODEL", "1")
+    max_replicas_per_model: env.ReplicaSlots = setting("LOCALAI_MAX_REPLICAS_PER_MODEL", "1")
     """Maximum replicas per model on this node."""
     vram_budget: str = setting("LOCALAI_VRAM_BUDGET")
     """VRAM to offer: 80%, 12GB, 12GiB or bytes."""
-    heartbeat_interval: env.Interval = setting("LOCALAI_HEARTBEAT_INTERVAL", "10s")
+    heartbeat_interval: env.IntervalSeconds = setting("LOCALAI_HEARTBEAT_INTERVAL", "10s")
     """Time between heartbeats."""
     addr: env.HostPort = setting("LOCALAI_ADDR", group="Addresses and ports")
     """host:port that reaches this worker. Its port is the first port for engines."""
@@ -346,11 +356,17 @@ class WorkerSettings(SharedSettings):
     """Highest port for engines. 0 = 65535."""
     find_ports: bool = setting("LOCALAI_WORKER_FIND_PORTS", "false")
     """If the ports of --addr are in use, take the next free block of 100 and keep it."""
-    advertise_addr: env.HostPort = setting("LOCALAI_ADVERTISE_ADDR", _address, _OWN_ADDRESS)
+    advertise_addr: env.HostPort = setting(
+        "LOCALAI_ADVERTISE_ADDR", _default_advertise_addr, _OWN_ADDRESS_DEFAULT_TEXT
+    )
     """host:port to advertise to the control plane."""
-    http_addr: FreePort = setting("LOCALAI_HTTP_ADDR", _http_address, "0.0.0.0, one port below the engines")
+    http_addr: FreePort = setting(
+        "LOCALAI_HTTP_ADDR", _default_http_addr, "0.0.0.0, one port below the engines"
+    )
     """host:port of health probes, files, logs and /metrics."""
-    advertise_http_addr: env.HostPort = setting("LOCALAI_ADVERTISE_HTTP_ADDR", _probes, "from the two above")
+    advertise_http_addr: env.HostPort = setting(
+        "LOCALAI_ADVERTISE_HTTP_ADDR", _default_advertise_http_addr, "from the two above"
+    )
     """HTTP host:port to advertise to the control plane."""
     metrics_token: Secret = setting("LOCALAI_WORKER_METRICS_TOKEN")
     """Token with which a scraper may read /metrics there, and nothing else."""
@@ -370,9 +386,9 @@ class WorkerSettings(SharedSettings):
     """JSON list of {"name", "url"}: the galleries for commands that name none."""
     galleries: Any = setting("LOCALAI_GALLERIES", short=True)
     """JSON list of {"name", "url"}: the galleries of models for --prefetch-models."""
-    prefetch_models: env.Names = setting("LOCALAI_PREFETCH_MODELS", short=True)
+    prefetch_models: env.NameList = setting("LOCALAI_PREFETCH_MODELS", short=True)
     """Models of the galleries, separated by commas, whose files are fetched before the registration."""
-    download_rate: env.Rate = setting("LOCALAI_WORKER_DOWNLOAD_RATE", "0")
+    download_rate: env.BytesPerSecond = setting("LOCALAI_WORKER_DOWNLOAD_RATE", "0")
     """Bandwidth limit of downloads, in bytes per second. 0 = unlimited."""
     require_backend_integrity: bool = setting("LOCALAI_REQUIRE_BACKEND_INTEGRITY", "false", short=True)
     """Refuse archives without a hash in their gallery, and images that no digest names."""
@@ -380,7 +396,7 @@ class WorkerSettings(SharedSettings):
     """Capability that selects builds, such as nvidia-cuda-12. disable = every build fits."""
     capability_file: Folder = setting("LOCALAI_FORCE_META_BACKEND_CAPABILITY_RUN_FILE", CAPABILITY_FILE)
     """File whose content is the capability, if it exists."""
-    log_lines: Annotated[int, Meta(ge=1, le=MAX_LINES)] = setting("LOCALAI_WORKER_LOG_LINES", "1000")
+    log_lines: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = setting("LOCALAI_WORKER_LOG_LINES", "1000")
     """Lines of output kept of each engine."""
     log_bytes: LogBytes = setting("LOCALAI_WORKER_LOG_BYTES", "1048576")
     """Bytes of output kept of each engine that runs, and of the last 32 that have ended."""

@@ -26,8 +26,8 @@ _STOP_ITEM = "STOP"
 """Item of a queue at which django-q2's worker and monitor return."""
 
 
-class _Timer:
-    """The seconds that remain for the running task; django-q2's worker sets them.
+class _TaskTimer:
+    """The seconds that remain for the running task. django-q2's worker sets them as it would a shared value.
 
     At zero the process ends and prints the tracebacks of all threads; the worker sets three seconds more than
     its own limit. A thread of the C library ends the process, so a task that holds the interpreter is ended
@@ -63,7 +63,7 @@ class TaskRunner:
         self._results: Any = Queue()
 
     def stop(self) -> None:
-        """Take no more tasks; let the running task end. Safe in a signal handler and from any thread."""
+        """Stop taking tasks, and let the running task end. Safe in a signal handler and from any thread."""
         self._is_stopping = True
 
     def is_set(self) -> bool:
@@ -75,11 +75,11 @@ class TaskRunner:
 
     def run(self) -> None:
         """Run tasks until `stop`; call it on the main thread."""
-        saving = threading.Thread(target=self._save, name="monitor", daemon=True)
-        for thread in (saving, threading.Thread(target=self._push, name="pusher", daemon=True)):
+        saving = threading.Thread(target=self._save_results, name="monitor", daemon=True)
+        for thread in (saving, threading.Thread(target=self._read_tasks, name="pusher", daemon=True)):
             thread.start()
         log.info("ready to run tasks")
-        timer: Any = _Timer()
+        timer: Any = _TaskTimer()
         while not self._has_ended:
             try:
                 # It also returns after a task that took too long.
@@ -92,7 +92,7 @@ class TaskRunner:
         self._results.put(_STOP_ITEM)
         saving.join()
 
-    def _push(self) -> None:
+    def _read_tasks(self) -> None:
         while not self._is_stopping:
             try:
                 pusher(self._tasks, self)
@@ -101,7 +101,7 @@ class TaskRunner:
         self._has_ended = True
         self._tasks.put(_STOP_ITEM)
 
-    def _save(self) -> None:
+    def _save_results(self) -> None:
         while True:
             try:
                 monitor(self._results)

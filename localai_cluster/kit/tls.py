@@ -11,10 +11,10 @@ from pathlib import Path
 
 from cryptography import x509
 
-_MISMATCH = "KEY_VALUES_MISMATCH"
+_KEY_MISMATCH_REASON = "KEY_VALUES_MISMATCH"
 
 
-class WrongFile(ValueError):
+class WrongTlsFile(ValueError):
     """A TLS file cannot be used; `part` is `CA`, `CERT` or `KEY`."""
 
     def __init__(self, part: str, message: str) -> None:
@@ -24,9 +24,9 @@ class WrongFile(ValueError):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Names of PEM files; "" for none. `ca` verifies the peer, `certificate` and `key` authenticate us.
+    """Names of PEM files. `ca` verifies the peer; `certificate` and `key` authenticate this process.
 
-    Without `ca`, the system's CAs verify the peer.
+    An empty name stands for no file. Without `ca`, the system's CAs verify the peer.
     """
 
     ca: str = ""
@@ -38,59 +38,59 @@ class TlsFiles:
 
     def client(self, now: datetime) -> ssl.SSLContext:
         """Return a TLS context for outgoing connections; raise WrongFile if a file cannot be used."""
-        self._check(now)
+        self._check_files(now)
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
         except ssl.SSLError:
-            raise WrongFile("CA", f"{self.ca} holds no CA certificate in PEM form") from None
+            raise WrongTlsFile("CA", f"{self.ca} holds no CA certificate in PEM form") from None
         if self.certificate:
-            self._show_ourselves(context)
+            self._load_own_certificate(context)
         return context
 
     def server(self, now: datetime) -> None:
         """Check the files for a server. Raise WrongFile if a file is missing or cannot be used."""
-        self._check(now)
+        self._check_files(now)
         if not self.certificate:
-            raise WrongFile("CERT", "is not set, although the key is")
-        self._show_ourselves(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            raise WrongTlsFile("CERT", "is not set, although the key is")
+        self._load_own_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
-    def _show_ourselves(self, context: ssl.SSLContext) -> None:
+    def _load_own_certificate(self, context: ssl.SSLContext) -> None:
         try:
             # Without a password callback OpenSSL would prompt for an encrypted key's password and block.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
         except ssl.SSLError as error:
-            if error.reason == _MISMATCH:
+            if error.reason == _KEY_MISMATCH_REASON:
                 message = f"{self.key} is not the key of the certificate in {self.certificate}"
             else:
                 message = (
                     f"{self.key} holds no usable private key in PEM form (encrypted keys are not supported)"
                 )
-            raise WrongFile("KEY", message) from None
+            raise WrongTlsFile("KEY", message) from None
 
-    def _check(self, now: datetime) -> None:
+    def _check_files(self, now: datetime) -> None:
         if bool(self.certificate) != bool(self.key):
-            raise WrongFile("KEY" if self.certificate else "CERT", "is not set; set both or neither")
+            raise WrongTlsFile("KEY" if self.certificate else "CERT", "is not set; set both or neither")
         for part, name in (("CA", self.ca), ("CERT", self.certificate), ("KEY", self.key)):
             if name:
-                _read(part, name)
+                _read_file(part, name)
         if self.certificate:
             _check_certificate(self.certificate, now)
 
 
-def _read(part: str, name: str) -> bytes:
+def _read_file(part: str, name: str) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise WrongFile(part, f"cannot read {name}: {error.strerror}") from None
+        raise WrongTlsFile(part, f"cannot read {name}: {error.strerror}") from None
 
 
 def _check_certificate(name: str, now: datetime) -> None:
     try:
-        certificate = x509.load_pem_x509_certificates(_read("CERT", name))[0]
+        certificate = x509.load_pem_x509_certificates(_read_file("CERT", name))[0]
     except (ValueError, IndexError):
-        raise WrongFile("CERT", f"{name} holds no certificate in PEM form") from None
+        raise WrongTlsFile("CERT", f"{name} holds no certificate in PEM form") from None
     if certificate.not_valid_after_utc < now:
-        raise WrongFile(
+        raise WrongTlsFile(
             "CERT", f"the certificate in {name} expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
         )
 

@@ -20,8 +20,8 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 def committed(point: str) -> AbstractContextManager[None]:
     """Open a transaction, or a savepoint within the caller's transaction.
 
-    An outermost transaction that writes passes two failpoints: `:before` before its commit, and `:committed`
-    before any other commit hook. A transaction that writes nothing passes neither.
+    An outermost transaction that writes passes two failpoints: `<point>:before` before its commit, and
+    `<point>:committed` before any other commit hook. A transaction that writes nothing passes no failpoint.
     """
     return _with_points(point) if failpoints.armed() else transaction.atomic()
 
@@ -52,7 +52,7 @@ def _with_points(point: str) -> Iterator[None]:
 
 
 _NAMED_LOCKS = 1
-"""First key of the locks by name. A lock with two keys never conflicts with a lock with one key."""
+"""First key of locks by name, which have two keys. They never conflict with locks that have one key."""
 
 
 class Lock(IntEnum):
@@ -101,7 +101,7 @@ def try_lock_across(lock: Lock) -> Iterator[bool]:
 
 
 def limit_lock_wait(seconds: float) -> None:
-    """Fail statements of this transaction that wait longer for a lock; 0 = no limit."""
+    """Limit the seconds that each statement of this transaction waits for a lock; 0 = no limit."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(1000 * seconds)}ms"])
 

@@ -1,10 +1,10 @@
-"""Data from outside: JSON of the network, YAML and files that somebody else wrote.
+"""Safe reading of untrusted JSON, YAML and files.
 
 `json_problem` limits depth and size of JSON before it is parsed. A parser builds an object for every level
 and keeps all of them while it descends, so a few megabytes of brackets become hundreds. The scan counts
 brackets outside strings only, in chunks and with the fast functions of `bytes`; most bodies have so few
-brackets that their number is sufficient. It checks no syntax: a text that passes is at most `LEVELS` deep if
-it is JSON, and the parser refuses it otherwise.
+brackets that their number is sufficient. It checks no syntax: a text that passes is at most `MAX_LEVELS` deep
+if it is JSON, and the parser refuses it otherwise.
 
 `load_yaml` raises one kind of error for every problem of a text, with the line of the value. PyYAML's
 constructors let Python's own errors through: an impossible date is a ValueError, `!!bool maybe` a KeyError,
@@ -33,39 +33,39 @@ from yaml.composer import Composer
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LEVELS = 64
+MAX_LEVELS = 64
 """Maximum nesting depth of lists and objects (`docs/configuration.md`)."""
 MAX_CONTAINERS = 100_000
 """Maximum number of lists and objects in a text.
 
 Four megabytes of empty lists take two hundred megabytes when they are parsed.
 """
-TOO_DEEP = f"nested more than {LEVELS} levels deep"
-TOO_MANY = f"made of more than {MAX_CONTAINERS} lists and objects"
+TOO_DEEP_REASON = f"nested more than {MAX_LEVELS} levels deep"
+TOO_MANY_REASON = f"made of more than {MAX_CONTAINERS} lists and objects"
 
-_JSON_MARKS = b'"[]{}'
-_OTHER_BYTES = bytes(byte for byte in range(256) if byte not in _JSON_MARKS)
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_QUOTE_AND_BRACKETS = b'"[]{}'
+_IGNORED_BYTES = bytes(byte for byte in range(256) if byte not in _QUOTE_AND_BRACKETS)
+_DEPTH_CHANGE_BY_BRACKET = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 """Change of the nesting depth for each bracket, as signed bytes: 1 or -1."""
-_PIECE_BYTES = 64 * 1024
+_SCAN_PIECE_BYTES = 64 * 1024
 
 
 def json_problem(text: bytes) -> str:
     """Return the reason why `text` must not be parsed as JSON, or "".
 
-    The reason is `TOO_DEEP` or `TOO_MANY`.
+    The reason is `TOO_DEEP_REASON` or `TOO_MANY_REASON`.
     """
-    if text.count(b"[") + text.count(b"{") <= LEVELS:
+    if text.count(b"[") + text.count(b"{") <= MAX_LEVELS:
         return ""
     level = count = 0
     for brackets in _outside_strings(text):
-        steps = brackets.translate(_STEPS)
+        steps = brackets.translate(_DEPTH_CHANGE_BY_BRACKET)
         count += steps.count(1)
         if count > MAX_CONTAINERS:
-            return TOO_MANY
+            return TOO_MANY_REASON
         levels = list(accumulate(array("b", steps), initial=level))
-        if max(levels) > LEVELS:
-            return TOO_DEEP
+        if max(levels) > MAX_LEVELS:
+            return TOO_DEEP_REASON
         level = levels[-1]
     return ""
 
@@ -73,10 +73,12 @@ def json_problem(text: bytes) -> str:
 def _outside_strings(text: bytes) -> Iterator[bytes]:
     """Yield the brackets of `text` outside of strings, in chunks."""
     # Remove escapes first, so that each remaining quote opens or closes a string; two in a row cancel out.
-    marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHER_BYTES).replace(b'""', b"")
+    marks = (
+        text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _IGNORED_BYTES).replace(b'""', b"")
+    )
     inside = 0
-    for start in range(0, len(marks), _PIECE_BYTES):
-        pieces = marks[start : start + _PIECE_BYTES].split(b'"')
+    for start in range(0, len(marks), _SCAN_PIECE_BYTES):
+        pieces = marks[start : start + _SCAN_PIECE_BYTES].split(b'"')
         yield b"".join(pieces[inside::2])
         inside ^= (len(pieces) - 1) % 2
 
@@ -97,10 +99,13 @@ class InvalidYAML(ValueError):
 
 
 class LocatedErrors:
-    """Mixin for loaders: an error in a value becomes a YAMLError with the value's line."""
+    """Mixin for YAML loaders: an error in a value becomes a YAMLError with the value's line."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Construct one node. Raise YAMLError for a value that Python cannot represent."""
+        """Convert one YAML node to a Python value.
+
+        Raise YAMLError for a value that Python cannot represent.
+        """
         try:
             return super().construct_object(node, deep)  # type: ignore[misc]
         except (yaml.YAMLError, RecursionError):
@@ -116,12 +121,15 @@ def load_yaml(text: str | bytes, loader: Any) -> Any:
 
 
 def compose_yaml(text: str | bytes, loader: Any) -> Any:
-    """Return the nodes of the document, with line and column; None if it is empty. Raise InvalidYAML."""
+    """Return the root node of the YAML document (with lines and columns); None if empty.
+
+    Raise InvalidYAML.
+    """
     return _read_yaml(yaml.compose, text, loader)
 
 
 def compose_and_load_yaml(text: str | bytes, loader: Any) -> tuple[Any, Any]:
-    """Return the document's nodes and its value; read the text once. Raise InvalidYAML."""
+    """Return the root node and the value of a YAML document, which is read once. Raise InvalidYAML."""
 
     def read(text: str | bytes, *, Loader: Any) -> tuple[Any, Any]:
         reader = Loader(text)
@@ -150,7 +158,7 @@ def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
 
 
 def yaml_reason(error: Exception) -> str:
-    """Return the error's text, or its type, on one line, shortened and encodable."""
+    """Return the text of a YAML error, or its type, on one short line that can be encoded as UTF-8."""
 
     text = str(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
@@ -164,12 +172,12 @@ def yaml_reason(error: Exception) -> str:
 
 def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
     """Open a regular file for reading. Raise OSError, also for any other kind of file."""
-    _check(os.stat(path, follow_symlinks=follow_links))
+    _check_regular_file(os.stat(path, follow_symlinks=follow_links))
     # Another file may have replaced it since; O_NONBLOCK opens a FIFO without waiting for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     file = os.fdopen(os.open(path, flags if follow_links else flags | os.O_NOFOLLOW), "rb")
     try:
-        _check(os.fstat(file.fileno()))
+        _check_regular_file(os.fstat(file.fileno()))
     except OSError:
         file.close()
         raise
@@ -185,7 +193,7 @@ def read_file(path: Path, limit: int) -> bytes:
         return file.read(limit + 1)
 
 
-def _check(status: os.stat_result) -> None:
+def _check_regular_file(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
 
@@ -235,7 +243,7 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
     return call.done()
 
 
-MAX_NODES = 100_000
+MAX_YAML_VALUES = 100_000
 """Maximum number of values in one text, counting each copy that a merge (`<<`) makes."""
 _LOADER_BASES: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
@@ -250,42 +258,42 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
     def __init__(self, stream: str | bytes) -> None:
         super().__init__()
         _LOADER_BASES[-1].__init__(self, stream)
-        self._level, self._left = 0, MAX_NODES
+        self._level, self._left = 0, MAX_YAML_VALUES
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node. Raise YAMLError if it is nested too deeply or there are too many."""
+        """Read one YAML node. Raise YAMLError if it is nested too deeply, or if there are too many nodes."""
         self._level += 1
-        self._count(1)
-        if self._level > LEVELS:
-            raise yaml.YAMLError(TOO_DEEP)
+        self._count_nodes(1)
+        if self._level > MAX_LEVELS:
+            raise yaml.YAMLError(TOO_DEEP_REASON)
         node = super().compose_node(parent, index)
         self._level -= 1
         return node
 
     def flatten_mapping(self, node: Any) -> None:
-        """Apply the merges of a mapping. Raise YAMLError if they copy too many values."""
-        for merged in _merged(node):
+        """Apply the merges (`<<`) of a mapping. Raise YAMLError if they copy too many values."""
+        for merged in _merged_mappings(node):
             self.flatten_mapping(merged)
-            self._count(2 * len(merged.value))
+            self._count_nodes(2 * len(merged.value))
         super().flatten_mapping(node)
 
-    def _count(self, nodes: int) -> None:
+    def _count_nodes(self, nodes: int) -> None:
         self._left -= nodes
         if self._left < 0:
-            raise yaml.YAMLError(f"it has more than {MAX_NODES} values, those of merges included")
+            raise yaml.YAMLError(f"it has more than {MAX_YAML_VALUES} values, those of merges included")
 
 
 class PlainLoader(BoundedLoader):
     """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node. Raise YAMLError for an alias."""
+        """Read one YAML node. Raise YAMLError for an alias."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not accepted")
         return super().compose_node(parent, index)
 
 
-def _merged(node: Any) -> list[Any]:
+def _merged_mappings(node: Any) -> list[Any]:
     """Return the mappings that `<<` merges into this mapping."""
     named = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
     parts = [part for value in named for part in (value.value if value.id == "sequence" else [value])]

@@ -1,4 +1,4 @@
-"""One connection to a NATS server, from dialling to its loss; it is never dialled twice.
+"""One connection to a NATS server, from its start to its loss. A `Link` connects only once.
 
 The client chooses the reply subject of a request, `<inbox>.<connection>.<number>`: the inbox belongs to the
 node that receives the request, and the node's credentials allow it no other inbox. One wildcard subscription
@@ -23,8 +23,8 @@ from localai_cluster.messaging.servers import Servers
 log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT = 5.0
-FLUSH_TIMEOUT = 5
-_NO_RESPONDERS = "503"
+FLUSH_TIMEOUT_SECONDS = 5
+_NO_RESPONDERS_STATUS = "503"
 
 
 class _Client(Client):
@@ -48,7 +48,7 @@ class _Client(Client):
 
 
 class Link:
-    """One connection. `complain` is called with each error that the server reports later."""
+    """One connection to a NATS server. `complain` gets each error that the server reports after the start."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         self.client = _Client()
@@ -117,7 +117,7 @@ class Link:
                 return None
             raise nats.errors.TimeoutError
         message = reply.result()
-        if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
+        if message.headers and message.headers.get("Status") == _NO_RESPONDERS_STATUS:
             raise nats.errors.NoRespondersError
         return bytes(message.data)
 
@@ -159,12 +159,9 @@ def is_auth_error(error: Exception) -> bool:
 
 
 async def ignore_loss(step: Coroutine[Any, Any, object]) -> None:
-    """Run one step on a connection that may be closing; ignore the loss of the connection.
-
-    The next connection repeats the step.
-    """
+    """Run one step on a connection. Ignore the loss of the connection: the next one repeats the step."""
     try:
-        async with asyncio.timeout(FLUSH_TIMEOUT):
+        async with asyncio.timeout(FLUSH_TIMEOUT_SECONDS):
             await step
     except nats.errors.BadSubjectError as error:
         log.warning("message bus: %s", error)

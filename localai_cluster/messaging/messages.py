@@ -21,18 +21,18 @@ from typing import Any, TypeVar
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError
 
-PREFIX_NEWS = "prefixcache.*"
-PREFIX_OBSERVED = "prefixcache.observe"
+PREFIX_SUBJECTS = "prefixcache.*"
+PREFIX_OBSERVED_SUBJECT = "prefixcache.observe"
 """Subject on which a web process publishes that it routed a prompt to a replica."""
-PREFIX_INVALIDATED = "prefixcache.invalidate"
+PREFIX_INVALIDATED_SUBJECT = "prefixcache.invalidate"
 """Subject for the removal of a replica's row: receivers forget the prompts routed to it."""
 
-_UNSAFE = str.maketrans(dict.fromkeys(".*> \t\n", "-"))
+_UNSAFE_TOKEN_CHARACTERS = str.maketrans(dict.fromkeys(".*> \t\n", "-"))
 
 
 def token(value: str) -> str:
     """Convert `value` to one subject token: `.`, `*`, `>`, space, tab and newline become `-`."""
-    return value.translate(_UNSAFE)
+    return value.translate(_UNSAFE_TOKEN_CHARACTERS)
 
 
 def node_prefix(node_id: str) -> str:
@@ -72,22 +72,22 @@ def install_progress_of_all(node_id: str) -> str:
     return subject("backend.install.*.progress", node_id)
 
 
-OMIT = "omit"
+OMIT_METADATA_KEY = "omit"
 
 
 def omitted(default: Any) -> Any:
-    """Create a field that is left out of the JSON while it holds its zero value `default`."""
-    return field(default=default, metadata={OMIT: True})
+    """Create a dataclass field that the JSON omits while the field has its zero value `default`."""
+    return field(default=default, metadata={OMIT_METADATA_KEY: True})
 
 
 @dataclass(frozen=True)
-class Nothing:
+class EmptyRequest:
     """The body of a request without parameters: `{}`."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The signature that a gallery requires of its images; false if it requires none."""
+    """The signature that a gallery requires of its images. It is false if the gallery requires none."""
 
     issuer: str = omitted("")
     issuer_regex: str = omitted("")
@@ -106,12 +106,12 @@ class Gallery:
     url: str = ""
     name: str = ""
     mirrors: tuple[str, ...] = omitted(())
-    verification: Verification = field(default_factory=Verification, metadata={OMIT: True})
+    verification: Verification = field(default_factory=Verification, metadata={OMIT_METADATA_KEY: True})
 
 
 @dataclass(frozen=True)
 class InstallRequest:
-    """`backend.install`; `backend_galleries` is a JSON list inside a string and replaces the worker's own.
+    """The request of `backend.install`. `backend_galleries` (a JSON list as text) replaces the worker's own.
 
     Extensions: with `install_only` the worker installs the files and starts no process; `gpus` are the only
     GPUs that the process may see, in their order, each by its UUID or else its index.
@@ -132,7 +132,7 @@ class InstallRequest:
 
 @dataclass(frozen=True)
 class InstallReply:
-    """`address` is the `host:port` to dial; empty after a successful `install_only`.
+    """The reply to `backend.install`. `address` is the engine's `host:port`; empty with `install_only`.
 
     Extensions: `interrupted` means that a retry can succeed: a stop arrived while the process started, or the
     worker was paused when the request arrived and has not begun it; `gpus` are those assigned to the process.
@@ -174,7 +174,7 @@ class UpgradeReply:
 
 @dataclass(frozen=True)
 class DeleteRequest:
-    """`backend.delete`."""
+    """The request of `backend.delete`."""
 
     backend: str = ""
 
@@ -186,14 +186,14 @@ class DeleteReply(UpgradeReply):
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """`backend.cancel`, an extension: end the install or upgrade with this operation id."""
+    """The request of `backend.cancel`, an extension: end the install or upgrade with this operation id."""
 
     op_id: str = ""
 
 
 @dataclass(frozen=True)
 class CancelReply:
-    """The reply after all work of the operation has ended. `found` is True if some was running."""
+    """The reply to `backend.cancel`, when all work has ended. `found` is True if a command was running."""
 
     success: bool = False
     error: str = omitted("")
@@ -202,7 +202,7 @@ class CancelReply:
 
 @dataclass(frozen=True)
 class StopBackend:
-    """`backend.stop`: a backend name, a model id or a process key; empty means all processes."""
+    """The message `backend.stop`: stop a backend, a model or a process key; empty means all processes."""
 
     backend: str = ""
     force: bool = omitted(False)
@@ -241,16 +241,16 @@ class ListReply:
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """`models.running`. Extension: `measure` is the key of a process whose memory to measure."""
+    """The request of `models.running`. Extension: `measure` is the key of the process to measure."""
 
     measure: str = omitted("")
 
 
 @dataclass(frozen=True)
 class RunningModel:
-    """One live process; `address` is local to the worker (`127.0.0.1:<port>`).
+    """One running engine process; `address` is local to the worker (`127.0.0.1:<port>`).
 
-    Extensions: `ram` and `vram` are the measured process's bytes, with descendants.
+    Extensions: `ram` and `vram` are the bytes of the measured process and its descendants.
     """
 
     model_id: str = ""
@@ -271,7 +271,7 @@ class RunningReply:
 
 @dataclass(frozen=True)
 class StopModelRequest:
-    """`model.stop`: stop exactly the process `process_key` at `expected_address`."""
+    """The request of `model.stop`: stop exactly the process `process_key` at `expected_address`."""
 
     model_name: str = ""
     process_key: str = ""
@@ -294,7 +294,7 @@ class StopModelReply:
 
 @dataclass(frozen=True)
 class UnloadRequest:
-    """`model.unload`; without `address` the worker frees the processes of the model by name."""
+    """The request of `model.unload`. Without `address` the worker frees all processes of the model."""
 
     model_name: str = ""
     address: str = omitted("")
@@ -310,7 +310,7 @@ class UnloadReply:
 
 @dataclass(frozen=True)
 class DeleteModelRequest:
-    """`model.delete`."""
+    """The request of `model.delete`."""
 
     model_name: str = ""
 
@@ -325,7 +325,7 @@ class DeleteModelReply:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """`backend.install.<op>.progress`: a progress report. Only the reply has the outcome.
+    """The message `backend.install.<op>.progress`: a progress report. Only the reply has the outcome.
 
     Extensions: bytes as numbers beside the human-readable texts, and `seq`, which rises from 1 within one
     operation.
@@ -350,14 +350,14 @@ COMMANDS: dict[str, tuple[type[Any], type[Any] | None]] = {
     "backend.cancel": (CancelRequest, CancelReply),
     "backend.stop": (StopBackend, None),
     "backend.delete": (DeleteRequest, DeleteReply),
-    "backend.list": (Nothing, ListReply),
+    "backend.list": (EmptyRequest, ListReply),
     "models.running": (RunningRequest, RunningReply),
     "model.unload": (UnloadRequest, UnloadReply),
     "model.stop": (StopModelRequest, StopModelReply),
     "model.delete": (DeleteModelRequest, DeleteModelReply),
-    "stop": (Nothing, None),
+    "stop": (EmptyRequest, None),
 }
-"""Request type and reply type (None: no reply) of every command to a worker, by subject (§2.1, §4)."""
+"""Types of request and reply (None = no reply) of every command to a worker, by subject (nats.md §4)."""
 
 
 def process_key(name: str, replica_index: int) -> str:
@@ -373,9 +373,9 @@ def split_process_key(key: str) -> tuple[str, int] | None:
     return name, int(index)
 
 
-MAX_BYTES = 1024 * 1024
-_INT_LIMIT = 2**63
-_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+MAX_MESSAGE_BYTES = 1024 * 1024
+_INT64_LIMIT = 2**63
+_LONE_SURROGATES_PATTERN = re.compile("[\ud800-\udfff]")
 
 M = TypeVar("M")
 
@@ -389,23 +389,23 @@ class DecodeError(ClusterError):
 
 def encode(message: Any) -> bytes:
     """Encode `message`, a dataclass, as compact UTF-8 JSON."""
-    text = json.dumps(_plain(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_to_json_value(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
     """Decode `payload` as a message of type `kind`. Raise DecodeError for an invalid payload."""
-    if len(payload) > MAX_BYTES:
-        raise DecodeError(f"message of {len(payload)} bytes; at most {MAX_BYTES} are read")
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise DecodeError(f"message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are read")
     if not payload.strip():
         return kind()
-    message: M = _build(_parse(payload), kind, "")
+    message: M = _build_message(_parse_json(payload), kind, "")
     return message
 
 
 def encode_galleries(galleries: Sequence[Gallery]) -> str:
     """Encode the value of `backend_galleries`: a JSON list inside a string."""
-    return json.dumps(_plain(tuple(galleries)), separators=(",", ":"))
+    return json.dumps(_to_json_value(tuple(galleries)), separators=(",", ":"))
 
 
 def decode_galleries(text: str) -> tuple[Gallery, ...]:
@@ -413,24 +413,24 @@ def decode_galleries(text: str) -> tuple[Gallery, ...]:
 
     Raise DecodeError naming the wrong field.
     """
-    value = _parse(text.encode("utf-8", "replace"))
-    return tuple(_list(value, Gallery, "backend_galleries"))
+    value = _parse_json(text.encode("utf-8", "replace"))
+    return tuple(_convert_list(value, Gallery, "backend_galleries"))
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return list(map(_plain, value))
+        return list(map(_to_json_value, value))
     if not dataclasses.is_dataclass(value):
         return value
     values: dict[str, Any] = {}
     for column in dataclasses.fields(value):
         item = getattr(value, column.name)
-        if item or not column.metadata.get(OMIT):
-            values[column.name] = _plain(item)
+        if item or not column.metadata.get(OMIT_METADATA_KEY):
+            values[column.name] = _to_json_value(item)
     return values
 
 
-def _parse(text: bytes) -> Any:
+def _parse_json(text: bytes) -> Any:
     if problem := untrusted.json_problem(text):
         raise DecodeError(f"the message is {problem}")
     try:
@@ -443,55 +443,57 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-_types = functools.cache(typing.get_type_hints)
+_field_types = functools.cache(typing.get_type_hints)
 
 
-def _build(value: Any, kind: Any, path: str) -> Any:
+def _build_message(value: Any, kind: Any, path: str) -> Any:
     if value is None:
         return kind()
     if not isinstance(value, dict):
-        raise _wrong(path or "the message", "an object", value)
+        raise _wrong_type_error(path or "the message", "an object", value)
     folded = {name.lower(): item for name, item in value.items()}
     values = {}
-    for name, expected in _types(kind).items():
+    for name, expected in _field_types(kind).items():
         item = value.get(name, folded.get(name))
         if item is not None:
-            values[name] = _value(item, expected, f"{path}.{name}" if path else name)
+            values[name] = _convert_value(item, expected, f"{path}.{name}" if path else name)
     return kind(**values)
 
 
-def _value(value: Any, expected: Any, path: str) -> Any:
+def _convert_value(value: Any, expected: Any, path: str) -> Any:
     if expected is str:
         if not isinstance(value, str):
-            raise _wrong(path, "a string", value)
-        return _LONE_SURROGATES.sub("\ufffd", value)
+            raise _wrong_type_error(path, "a string", value)
+        return _LONE_SURROGATES_PATTERN.sub("\ufffd", value)
     if expected is bool:
         if not isinstance(value, bool):
-            raise _wrong(path, "true or false", value)
+            raise _wrong_type_error(path, "true or false", value)
         return value
     if expected is int:
-        if not isinstance(value, int) or isinstance(value, bool) or not -_INT_LIMIT <= value < _INT_LIMIT:
-            raise _wrong(path, "a whole number of 64 bits", value)
+        if not isinstance(value, int) or isinstance(value, bool) or not -_INT64_LIMIT <= value < _INT64_LIMIT:
+            raise _wrong_type_error(path, "a whole number of 64 bits", value)
         return value
     if expected is float:
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
-            raise _wrong(path, "a number", value)
+            raise _wrong_type_error(path, "a number", value)
         return float(value)
     if typing.get_origin(expected) is tuple:
-        return tuple(_list(value, typing.get_args(expected)[0], path))
-    return _build(value, expected, path)
+        return tuple(_convert_list(value, typing.get_args(expected)[0], path))
+    return _build_message(value, expected, path)
 
 
-def _list(value: Any, item_type: Any, path: str) -> list[Any]:
+def _convert_list(value: Any, item_type: Any, path: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise _wrong(path, "a list", value)
+        raise _wrong_type_error(path, "a list", value)
     zero, items = item_type(), enumerate(value)
-    return [zero if item is None else _value(item, item_type, f"{path}[{index}]") for index, item in items]
+    return [
+        zero if item is None else _convert_value(item, item_type, f"{path}[{index}]") for index, item in items
+    ]
 
 
-def _wrong(path: str, expected: str, value: Any) -> DecodeError:
+def _wrong_type_error(path: str, expected: str, value: Any) -> DecodeError:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     return DecodeError(
         f"{path}: expected {expected}, got {names.get(type(value), 'this number')}", field=path

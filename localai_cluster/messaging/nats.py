@@ -1,8 +1,8 @@
 """The bus over core NATS; apart from `link.py` the only module that imports the NATS library.
 
 The library's own reconnecting is off: it stores messages while it is disconnected, and it gives up for good
-after rejected credentials. Here one task dials, waits for the loss of the connection, and dials again for as
-long as the bus is open. `NatsBus` keeps the subscriptions and renews them on every connection. Operations
+after rejected credentials. Here one task connects, waits for the loss of the connection, and connects again
+for as long as the bus is open. `NatsBus` keeps the subscriptions and renews them on every connection. Calls
 fail at once while there is no connection.
 
 New credentials (`use`) replace the connection before the old one is closed. Both belong to one queue group
@@ -37,17 +37,19 @@ from localai_cluster.messaging.bus import (
     RequestTimeout,
     Subscription,
 )
-from localai_cluster.messaging.link import FLUSH_TIMEOUT, Link, ignore_loss, is_auth_error
+from localai_cluster.messaging.link import FLUSH_TIMEOUT_SECONDS, Link, ignore_loss, is_auth_error
 from localai_cluster.messaging.servers import Servers
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST, RETRY_MAX = 0.2, 5.0
-REPLY_WAIT = 30.0  # seconds that a reply waits for the reconnect if the connection was lost meanwhile
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 5.0
+REPLY_RECONNECT_TIMEOUT = (
+    30.0  # seconds that a reply waits for the reconnect if the connection was lost meanwhile
+)
 CLOSE_TIMEOUT = 5.0
-OUTBOUND_LIMIT = 8 * 1024 * 1024
-INBOUND_LIMIT = 1024  # messages waiting for a handler, per subscription
-COMPLAIN_EVERY = 30.0
+MAX_OUTBOUND_BYTES = 8 * 1024 * 1024
+MAX_QUEUED_MESSAGES = 1024  # messages waiting for a handler, per subscription
+COMPLAINT_INTERVAL_SECONDS = 30.0
 
 
 class NatsBus:
@@ -106,7 +108,7 @@ class NatsBus:
         return self._connected_since
 
     async def wait_connected(self, *, after: int = 0) -> int:
-        """Wait for a connection whose generation is above `after`; return its generation."""
+        """Wait for a connection whose generation exceeds `after`; return its generation."""
         async with self._connection_changed:
             await self._connection_changed.wait_for(lambda: self.connected and self._generation > after)
             return self._generation
@@ -114,7 +116,7 @@ class NatsBus:
     async def publish(self, subject: str, payload: bytes) -> None:
         """Publish without waiting for delivery. Raise NotConnected or PayloadTooLarge."""
         client = self._live_link().client
-        if client.pending_data_size > OUTBOUND_LIMIT:
+        if client.pending_data_size > MAX_OUTBOUND_BYTES:
             raise NotConnected("the bus takes no more messages: too many wait to be sent")
         try:
             await client.publish(subject, payload)
@@ -157,14 +159,17 @@ class NatsBus:
             await subscription.finish()
         link = self._link
         if link is not None and link.alive:
-            await ignore_loss(link.client.flush(FLUSH_TIMEOUT))
+            await ignore_loss(link.client.flush(FLUSH_TIMEOUT_SECONDS))
         if self._connection_task is not None:
             await cancellation.end(self._connection_task)
 
     async def answer(self, inbox: str, payload: bytes) -> None:
-        """Send a reply; wait up to `REPLY_WAIT` seconds for a lost connection. Log a failure."""
+        """Send a reply. If there is no connection, wait up to `REPLY_RECONNECT_TIMEOUT` seconds for one.
+
+        Log a failure.
+        """
         try:
-            async with asyncio.timeout(REPLY_WAIT):
+            async with asyncio.timeout(REPLY_RECONNECT_TIMEOUT):
                 await self.wait_connected()
             with failpoints.wrap_message("bus.reply"):
                 await self.publish(inbox, payload)
@@ -172,10 +177,12 @@ class NatsBus:
             log.warning("a reply was lost: %s", error or "no connection")
 
     def complain(self, text: str) -> None:
-        """Log a warning; log the same text at most every `COMPLAIN_EVERY` seconds."""
+        """Log a warning; log the same text at most every `COMPLAINT_INTERVAL_SECONDS` seconds."""
         now = clock.monotonic()
-        if now - self._complaints.get(text, -COMPLAIN_EVERY) >= COMPLAIN_EVERY:
-            self._complaints = {key: at for key, at in self._complaints.items() if now - at < COMPLAIN_EVERY}
+        if now - self._complaints.get(text, -COMPLAINT_INTERVAL_SECONDS) >= COMPLAINT_INTERVAL_SECONDS:
+            self._complaints = {
+                key: at for key, at in self._complaints.items() if now - at < COMPLAINT_INTERVAL_SECONDS
+            }
             self._complaints[text] = now
             log.warning("%s", text)
 
@@ -199,7 +206,7 @@ class NatsBus:
                     log.exception("the message bus client failed; reconnecting")
                     connected = False
                 failures = 0 if connected else failures + 1
-                pause = backoff.delay(failures + 1, first=RETRY_FIRST, longest=RETRY_MAX)
+                pause = backoff.delay(failures + 1, first=FIRST_RETRY_SECONDS, longest=MAX_RETRY_SECONDS)
                 limit = pause * random.uniform(0.8, 1.2) if self._servers else None
                 await cancellation.wait_for(self._servers_changed, limit)
         finally:
@@ -211,24 +218,24 @@ class NatsBus:
         Return False if the first connection could not be made.
         """
         self._servers_changed.clear()
-        link = await self._dial()
+        link = await self._dial_link()
         if link is None:
             return False
         try:
             self._group = secrets.token_hex(8)
-            await self._adopt(link)
+            await self._move_subscriptions(link)
             await self._mark_connected()
             while await self._wait_lost_or_changed(link):
                 self._servers_changed.clear()
                 if self._servers is None:
                     log.info("left the message bus")
                     return True
-                successor = await self._dial()
+                successor = await self._dial_link()
                 if successor is None:
-                    asyncio.get_running_loop().call_later(RETRY_MAX, self._servers_changed.set)
+                    asyncio.get_running_loop().call_later(MAX_RETRY_SECONDS, self._servers_changed.set)
                     continue
                 previous, link = link, successor
-                await self._adopt(link)
+                await self._move_subscriptions(link)
                 await previous.discard()
                 log.info("continues on the message bus with new credentials")
         finally:
@@ -246,7 +253,7 @@ class NatsBus:
                 task.cancel()
         return link.alive
 
-    async def _dial(self) -> Link | None:
+    async def _dial_link(self) -> Link | None:
         if self._servers is None:
             return None
         link = Link(self.complain)
@@ -255,24 +262,25 @@ class NatsBus:
             return link
         except (nats.errors.Error, OSError) as error:
             self.complain(
-                f"cannot reach the message bus at {self._server_addresses}: {_reason(error)}; trying again"
+                f"cannot reach the message bus at {self._server_addresses}: {_error_text(error)};"
+                " trying again"
             )
             if is_auth_error(error):
                 self._on_refused()
         await link.discard()
         return None
 
-    async def _adopt(self, link: Link) -> None:
+    async def _move_subscriptions(self, link: Link) -> None:
         """Move all subscriptions to `link`."""
         async with self._subscriptions_lock:
             former_carriers = [
                 await subscription.attach(link.client, self._group) for subscription in self._subscriptions
             ]
-            await ignore_loss(link.client.flush(FLUSH_TIMEOUT))
+            await ignore_loss(link.client.flush(FLUSH_TIMEOUT_SECONDS))
             self._link = link
             for carrier in former_carriers:
                 if carrier is not None:
-                    await ignore_loss(_drain(carrier))
+                    await ignore_loss(_drain_subscription(carrier))
 
     async def _mark_connected(self) -> None:
         self._connected_since = clock.monotonic()
@@ -292,37 +300,39 @@ class _Subscription:
         self._is_queued = limit != UNQUEUED
         self._slots = asyncio.Semaphore(limit)
         # Not the library's queue: received messages outlive their connection.
-        self._received: asyncio.Queue[tuple[Message, str]] = asyncio.Queue(INBOUND_LIMIT)
+        self._received: asyncio.Queue[tuple[Message, str]] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._running: set[asyncio.Task[None]] = set()
         self._carrier: NatsSubscription | None = None
         self._dispatchers: list[asyncio.Task[None]] = []
         if self._is_queued:
-            self._dispatchers.append(asyncio.create_task(self._dispatch(), name=f"dispatch {subject}"))
+            self._dispatchers.append(
+                asyncio.create_task(self._dispatch_messages(), name=f"dispatch {subject}")
+            )
         self._end_task: asyncio.Task[None] | None = None
 
     async def attach(self, client: Client, group: str) -> NatsSubscription | None:
         """Subscribe on this connection; return the subscription of the former connection."""
         previous, self._carrier = self._carrier, None
-        await ignore_loss(self._subscribe(client, group))
+        await ignore_loss(self._subscribe_and_flush(client, group))
         return previous
 
-    async def _subscribe(self, client: Client, group: str) -> None:
-        self._carrier = await client.subscribe(self._subject, queue=group, cb=self._receive)
+    async def _subscribe_and_flush(self, client: Client, group: str) -> None:
+        self._carrier = await client.subscribe(self._subject, queue=group, cb=self._queue_or_handle)
         # Return only when the server has the subscription, so a request sent right afterwards is received.
-        await client.flush(FLUSH_TIMEOUT)
+        await client.flush(FLUSH_TIMEOUT_SECONDS)
 
     async def detach(self) -> None:
         """Stop receiving messages."""
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
-            await ignore_loss(_drain(carrier))
+            await ignore_loss(_drain_subscription(carrier))
 
     async def close(self) -> None:
-        """End the subscription; messages that were already received are still handled."""
+        """End the subscription. Messages that were received before are still handled."""
         await self._bus.remove_subscription(self)
-        self._end_task = asyncio.create_task(self._end())
+        self._end_task = asyncio.create_task(self._end_dispatchers())
 
-    async def _end(self) -> None:
+    async def _end_dispatchers(self) -> None:
         await self._received.join()
         for task in self._dispatchers:
             task.cancel()
@@ -334,7 +344,7 @@ class _Subscription:
                 await self._received.join()
         await cancellation.end(*self._dispatchers, *self._running)
 
-    async def _receive(self, message: Msg) -> None:
+    async def _queue_or_handle(self, message: Msg) -> None:
         try:
             received = Message(message.subject, bytes(message.data), bool(message.reply))
             if self._is_queued:
@@ -346,15 +356,15 @@ class _Subscription:
         except Exception:
             log.exception("the handler of %s failed", self._subject)
 
-    async def _dispatch(self) -> None:
+    async def _dispatch_messages(self) -> None:
         while True:
             await self._slots.acquire()
             message, inbox = await self._received.get()
-            task = asyncio.create_task(self._handle(message, inbox))
+            task = asyncio.create_task(self._handle_message(message, inbox))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _handle(self, message: Message, inbox: str) -> None:
+    async def _handle_message(self, message: Message, inbox: str) -> None:
         try:
             answer = await self._handler(message)
             if answer is not None and inbox:
@@ -366,7 +376,7 @@ class _Subscription:
             self._received.task_done()
 
 
-async def _drain(carrier: NatsSubscription) -> None:
+async def _drain_subscription(carrier: NatsSubscription) -> None:
     drain: Callable[[], Coroutine[Any, Any, None]] = carrier.drain
     await drain()
 
@@ -377,13 +387,13 @@ async def connection_problem(servers: Servers) -> str:
     try:
         await link.dial(servers, "check")
     except (nats.errors.Error, OSError) as error:
-        return _reason(error)
+        return _error_text(error)
     finally:
         await link.discard()
     return ""
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return "no connection within 5 s" if isinstance(error, TimeoutError) else str(error)
 
 

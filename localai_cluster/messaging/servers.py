@@ -19,9 +19,9 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.nkeys import KeyPair
 from localai_cluster.messaging import messages
 
-AGENT = "agent"
-_AGENT_PUBLISHES = ("agent.>", "jobs.>")
-_AGENT_SUBSCRIBES = (
+AGENT_NODE_TYPE = "agent"
+_AGENT_PUBLISH_SUBJECTS = ("agent.>", "jobs.>")
+_AGENT_SUBSCRIBE_SUBJECTS = (
     "agent.execute",
     "agent.*.cancel",
     "gallery.*.cancel",
@@ -34,7 +34,7 @@ _AGENT_SUBSCRIBES = (
     "mcp.discovery",
     "staging.*.progress",
 )
-_NO_LIMITS = {"subs": -1, "data": -1, "payload": -1}
+_UNLIMITED_CLAIMS = {"subs": -1, "data": -1, "payload": -1}
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ def permissions_of(node_type: str, node_id: str) -> Permissions:
     """Return the permissions of a node's user (§9.2), with the node's own inbox (W35)."""
     inbox = f"{messages.inbox(node_id)}.>"
     prefix = messages.node_prefix(node_id)
-    if node_type == AGENT:
+    if node_type == AGENT_NODE_TYPE:
         return Permissions(
-            (*_AGENT_PUBLISHES, inbox), (*_AGENT_SUBSCRIBES, messages.subject("backend.stop", node_id), inbox)
+            (*_AGENT_PUBLISH_SUBJECTS, inbox),
+            (*_AGENT_SUBSCRIBE_SUBJECTS, messages.subject("backend.stop", node_id), inbox),
         )
     return Permissions(
         (messages.install_progress_of_all(node_id), f"{prefix}.files.>", inbox), (f"{prefix}.>", inbox)
@@ -103,16 +104,16 @@ def mint_worker(
     limits = {
         "pub": {"allow": list(permissions.publish)},
         "sub": {"allow": list(permissions.subscribe)},
-        **_NO_LIMITS,
+        **_UNLIMITED_CLAIMS,
     }
     name = f"localai-{node_type}-{messages.token(node_id)}"
-    return _mint(account, user, name, now, {"exp": int(now + lifetime)}, limits)
+    return _sign_user_jwt(account, user, name, now, {"exp": int(now + lifetime)}, limits)
 
 
 def mint_service(account: KeyPair, name: str, *, now: float) -> Credentials:
     """Create credentials without limits or expiry for a server process, which never stores them."""
     user = nkeys.generate("user")
-    return _mint(account, user, name, now, {}, {"pub": {}, "sub": {}, **_NO_LIMITS})
+    return _sign_user_jwt(account, user, name, now, {}, {"pub": {}, "sub": {}, **_UNLIMITED_CLAIMS})
 
 
 def operator_token(operator: KeyPair, system_account: str, *, now: float) -> str:
@@ -132,23 +133,25 @@ def account_token(operator: KeyPair, account: str, name: str, *, now: float) -> 
 
 
 def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], *, now: float) -> str:
-    """Sign the account's JWT `current` again, with exactly these revocations (user -> time).
+    """Sign the account's JWT `current` again, with `revoked` (time by user) as its only revocations.
 
-    All other claims of `current` stay.
+    All other claims stay unchanged.
     """
-    claims = nkeys.claims_of(current, nkeys.MAX_ACCOUNT_LENGTH)
+    claims = nkeys.claims_of(current, nkeys.MAX_ACCOUNT_TOKEN_LENGTH)
     nats = {**claims["nats"], "revocations": dict(revoked)}
     unchanged = {key: value for key, value in claims.items() if key not in ("iss", "jti", "iat", "nats")}
     return nkeys.sign_token({**unchanged, "iat": int(now), "nats": nats}, operator)
 
 
 def revocations_of(token: str) -> dict[str, int]:
-    """Return the revocations in an account's JWT: time of revocation by user."""
-    revocations = nkeys.claims_of(token, nkeys.MAX_ACCOUNT_LENGTH).get("nats", {}).get("revocations") or {}
+    """Return the revocations in an account's JWT, as the time of the revocation by user."""
+    revocations = (
+        nkeys.claims_of(token, nkeys.MAX_ACCOUNT_TOKEN_LENGTH).get("nats", {}).get("revocations") or {}
+    )
     return {str(user): int(at) for user, at in revocations.items()}
 
 
-def _mint(
+def _sign_user_jwt(
     account: KeyPair,
     user: KeyPair,
     name: str,
@@ -167,7 +170,7 @@ MAX_URL_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers of one bus, and the login: `credentials`, else user and password, else a token.
+    """Addresses of the servers of one bus, and the login: `credentials`, or user and password, or a token.
 
     With a TLS context, a connection without encryption fails.
     """
@@ -188,7 +191,7 @@ class Servers:
 def parse_url(text: str) -> Servers:
     """Parse `nats://user:password@host:port[,…]`; the login comes from the first URL.
 
-    Raise InvalidInput, without any part of the text.
+    Raise InvalidInput. Its message contains no part of the text, which may hold a password.
     """
     wrong = InvalidInput("not a NATS URL such as nats://host:4222", field="url")
     if len(text) > MAX_URL_LENGTH:
@@ -216,7 +219,7 @@ def parse_url(text: str) -> Servers:
 
 
 def url_for_worker(configured: str, own_host: str) -> str:
-    """Return the bus URL for a worker: `configured` without credentials.
+    """Return `configured`, the URL of the bus, without credentials and with a host that a worker can reach.
 
     `own_host` is the name under which the worker has just reached this server. It replaces a host that means
     only this machine, unless `own_host` is empty or loopback itself.

@@ -21,10 +21,10 @@ from localai_cluster.kit.env import RegistrySetting
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.registries.references import DOCKER_HUB
 
-_CONFIG_LIMIT = 1024 * 1024
-_HUB_KEYS = ("index.docker.io", "registry-1.docker.io", DOCKER_HUB)
-_HUB_REALM = "https://auth.docker.io/token"
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_MAX_CONFIG_BYTES = 1024 * 1024
+_DOCKER_HUB_KEYS = ("index.docker.io", "registry-1.docker.io", DOCKER_HUB)
+_DOCKER_HUB_TOKEN_URL = "https://auth.docker.io/token"
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 class RegistryError(ClusterError):
@@ -55,7 +55,7 @@ class Credential:
 
 
 def default_config() -> Path:
-    """Return the path of Docker's `config.json`, where users of Podman's `--authfile` keep theirs too."""
+    """Return the path of Docker's `config.json`, which Podman can use too (`--authfile`)."""
     folder = os.environ.get("DOCKER_CONFIG") or Path(os.environ.get("HOME") or "/", ".docker")
     return Path(folder, "config.json")
 
@@ -72,7 +72,7 @@ class Access:
         setting = self._settings.get(host)
         is_plain = setting.plain_http if setting else None
         if is_plain is None:
-            is_plain = host in _LOOPBACK or host.rpartition(":")[0] in _LOOPBACK
+            is_plain = host in _LOOPBACK_HOSTS or host.rpartition(":")[0] in _LOOPBACK_HOSTS
         return f"{'http' if is_plain else 'https'}://{'registry-1.docker.io' if host == DOCKER_HUB else host}"
 
     def may_authenticate_at(self, host: str, realm: str) -> bool:
@@ -80,7 +80,7 @@ class Access:
         setting = self._settings.get(host)
         named = [setting.realm] if setting and setting.realm else []
         if host == DOCKER_HUB:
-            named.append(_HUB_REALM)
+            named.append(_DOCKER_HUB_TOKEN_URL)
         parts = urlsplit(realm)
         own = urlsplit(self.base_url(host)).netloc
         return realm in named or (parts.scheme == "https" and parts.netloc.lower() == own)
@@ -90,14 +90,14 @@ class Access:
         setting = self._settings.get(host)
         if setting and setting.username:
             return Credential(setting.username, setting.password)
-        return self._from_config(host)
+        return self._credential_from_config(host)
 
-    def _from_config(self, host: str) -> Credential | None:
+    def _credential_from_config(self, host: str) -> Credential | None:
         config = self._read_config()
-        auths = _mapping(config.get("auths"))
-        names = _HUB_KEYS if host == DOCKER_HUB else (host,)
-        helpers = {_host_of(name) for name in _mapping(config.get("credHelpers"))}
-        entry = next((_mapping(auths[name]) for name in auths if _host_of(name) in names), None)
+        auths = _mapping_or_empty(config.get("auths"))
+        names = _DOCKER_HUB_KEYS if host == DOCKER_HUB else (host,)
+        helpers = {_host_of(name) for name in _mapping_or_empty(config.get("credHelpers"))}
+        entry = next((_mapping_or_empty(auths[name]) for name in auths if _host_of(name) in names), None)
         if helpers & set(names) or (entry is not None and not entry and config.get("credsStore")):
             raise RegistryError(
                 f"{self._config} names a credential helper for {host}, and helpers are not run. Put the"
@@ -109,15 +109,15 @@ class Access:
         if self._config is None:
             return {}
         try:
-            text = untrusted.read_file(self._config, _CONFIG_LIMIT)
+            text = untrusted.read_file(self._config, _MAX_CONFIG_BYTES)
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise RegistryError(f"cannot read {self._config}: {error.strerror}") from error
         try:
-            if len(text) > _CONFIG_LIMIT or untrusted.json_problem(text):
+            if len(text) > _MAX_CONFIG_BYTES or untrusted.json_problem(text):
                 raise ValueError
-            return _mapping(msgspec.json.decode(text))
+            return _mapping_or_empty(msgspec.json.decode(text))
         except ValueError:
             raise RegistryError(f"{self._config} is not JSON as Docker writes it") from None
 
@@ -134,7 +134,7 @@ def _credential_of(entry: Mapping[str, Any], host: str, config: str) -> Credenti
     raise RegistryError(f"{config} has no user name and password for {host}: only these are supported")
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping_or_empty(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 

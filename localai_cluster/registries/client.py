@@ -22,30 +22,30 @@ from localai_cluster.kit import clock, untrusted
 from localai_cluster.registries.access import Access, ImageMissing, RegistryError
 from localai_cluster.registries.references import ImageReference
 
-HEADERS_LIMIT = 120.0
+HEADERS_TIMEOUT = 120.0
 """Maximum seconds until the headers of a response have arrived."""
-BODY_LIMIT = 60.0
+BODY_TIMEOUT = 60.0
 """Maximum seconds for the body of a manifest or a token."""
-MANIFEST_BYTES = 4 * 1024 * 1024
-TOKEN_BYTES = 256 * 1024
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+MAX_TOKEN_BYTES = 256 * 1024
 MAX_LAYERS = 512
-MAX_BUILDS = 50
+MAX_BUILDS_PER_IMAGE = 50
 _MAX_REDIRECTS = 5
-_TOKEN_LIFETIME, _MAX_LIFETIME = 60.0, 3600.0
-"""Seconds: the default of the protocol, and the longest time for which a token is kept."""
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_DEFAULT_TOKEN_SECONDS, _MAX_TOKEN_SECONDS = 60.0, 3600.0
+"""Seconds for which a token is used: if the response states none, and at most."""
+_DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 _MAX_CHALLENGE_LENGTH = 4096
-_CHALLENGE = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
-_REDIRECTS = (301, 302, 303, 307, 308)
-_INDEXES = (
+_CHALLENGE_PARAMETER_PATTERN = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
+_REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+_INDEX_MEDIA_TYPES = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
 )
-_MANIFESTS = (
+_MANIFEST_MEDIA_TYPES = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "arm"}
+_ARCHITECTURE_BY_MACHINE = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "arm"}
 
 
 class _Platform(msgspec.Struct, frozen=True):
@@ -74,12 +74,12 @@ class _Manifest(msgspec.Struct, frozen=True):
 class _Token(msgspec.Struct, frozen=True):
     token: str = ""
     access_token: str = ""
-    expires_in: float = _TOKEN_LIFETIME
+    expires_in: float = _DEFAULT_TOKEN_SECONDS
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image for one platform: the digest of its manifest, and its layers from the lowest to the top."""
+    """An image for one platform: the digest of its manifest, and its layers, the lowest first."""
 
     digest: str
     layers: tuple[Descriptor, ...]
@@ -94,7 +94,7 @@ class _CachedToken:
 def this_platform() -> _Platform:
     """Return the platform of this machine in OCI's terms."""
     machine = platform.machine().lower()
-    return _Platform(platform.system().lower(), _ARCHITECTURES.get(machine, machine))
+    return _Platform(platform.system().lower(), _ARCHITECTURE_BY_MACHINE.get(machine, machine))
 
 
 class Registries:
@@ -108,26 +108,26 @@ class Registries:
     async def image(self, reference: ImageReference, wanted: _Platform | None = None) -> Image:
         """Return the image for `wanted`, by default this machine's platform. Raise RegistryError."""
         wanted = wanted or this_platform()
-        digest, manifest = await self._manifest(reference, reference.version)
+        digest, manifest = await self._read_manifest(reference, reference.version)
         if manifest.manifests is not None:
-            chosen = _choose(manifest.manifests, wanted, reference)
-            digest, manifest = await self._manifest(reference, chosen)
-        return self._checked(reference, digest, manifest)
+            chosen = _choose_build(manifest.manifests, wanted, reference)
+            digest, manifest = await self._read_manifest(reference, chosen)
+        return self._validate_image(reference, digest, manifest)
 
     async def artifact(self, reference: ImageReference) -> Image:
         """Return an artifact without a platform, such as a model. Raise RegistryError."""
-        digest, manifest = await self._manifest(reference, reference.version)
+        digest, manifest = await self._read_manifest(reference, reference.version)
         if manifest.manifests is not None:
             raise RegistryError(f"{reference} is an image for several platforms, not a model")
-        return self._checked(reference, digest, manifest)
+        return self._validate_image(reference, digest, manifest)
 
-    def _checked(self, reference: ImageReference, digest: str, manifest: _Manifest) -> Image:
+    def _validate_image(self, reference: ImageReference, digest: str, manifest: _Manifest) -> Image:
         if not manifest.layers:
             raise RegistryError(f"{reference} is not an image: its manifest has no layers")
         if len(manifest.layers) > MAX_LAYERS:
             raise RegistryError(f"{reference} has more than {MAX_LAYERS} layers")
         for layer in manifest.layers:
-            if not _DIGEST.fullmatch(layer.digest) or layer.size < 0:
+            if not _DIGEST_PATTERN.fullmatch(layer.digest) or layer.size < 0:
                 raise RegistryError(f"{reference} has a layer without a sha256 digest or a size")
         return Image(digest, tuple(manifest.layers))
 
@@ -136,9 +136,11 @@ class Registries:
 
         Raise RegistryError.
         """
-        digest, manifest = await self._manifest(reference, reference.version)
-        builds = [build.digest for build in manifest.manifests or () if _DIGEST.fullmatch(build.digest)]
-        return (digest, *builds[:MAX_BUILDS])
+        digest, manifest = await self._read_manifest(reference, reference.version)
+        builds = [
+            build.digest for build in manifest.manifests or () if _DIGEST_PATTERN.fullmatch(build.digest)
+        ]
+        return (digest, *builds[:MAX_BUILDS_PER_IMAGE])
 
     async def open_layer(
         self, reference: ImageReference, digest: str, headers: Mapping[str, str]
@@ -148,13 +150,15 @@ class Registries:
         Every call sends a request to the registry, so an expired signed address is replaced. Raise
         RegistryError.
         """
-        return await self._open(reference, f"blobs/{digest}", headers)
+        return await self._open_resource(reference, f"blobs/{digest}", headers)
 
-    async def _manifest(self, reference: ImageReference, version: str) -> tuple[str, _Manifest]:
-        response = await self._open(
-            reference, f"manifests/{version}", {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}
+    async def _read_manifest(self, reference: ImageReference, version: str) -> tuple[str, _Manifest]:
+        response = await self._open_resource(
+            reference,
+            f"manifests/{version}",
+            {"Accept": ", ".join((*_INDEX_MEDIA_TYPES, *_MANIFEST_MEDIA_TYPES))},
         )
-        body = await _read(response, MANIFEST_BYTES, str(reference))
+        body = await _read_body(response, MAX_MANIFEST_BYTES, str(reference))
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
         if version.startswith("sha256:") and not hmac.compare_digest(digest, version):
             raise RegistryError(f"{reference}: the registry sent another manifest than {version}")
@@ -165,33 +169,35 @@ class Registries:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RegistryError(f"{reference}: its manifest cannot be read: {error}") from None
 
-    async def _open(
+    async def _open_resource(
         self, reference: ImageReference, resource: str, headers: Mapping[str, str]
     ) -> httpx.Response:
         url = f"{self._access.base_url(reference.host)}/v2/{reference.path}/{resource}"
-        response = await self._send(url, headers, self._authorization(reference))
+        response = await self._send_request(url, headers, self._cached_authorization(reference))
         if response.status_code == 401:
             await response.aclose()
-            authorization = await self._authenticate(reference, response.headers.get("www-authenticate", ""))
-            response = await self._send(url, headers, authorization)
-        was_redirected = response.status_code in _REDIRECTS
+            authorization = await self._answer_challenge(
+                reference, response.headers.get("www-authenticate", "")
+            )
+            response = await self._send_request(url, headers, authorization)
+        was_redirected = response.status_code in _REDIRECT_STATUSES
         for _ in range(_MAX_REDIRECTS):
-            if response.status_code not in _REDIRECTS:
+            if response.status_code not in _REDIRECT_STATUSES:
                 break
             await response.aclose()
-            response = await self._send(_redirect(response, reference), headers, "")
+            response = await self._send_request(_redirect_target(response, reference), headers, "")
         if response.status_code in (200, 206, 416):
             return response
         await response.aclose()
-        raise _refusal(reference, response.status_code, was_redirected=was_redirected)
+        raise _refusal_error(reference, response.status_code, was_redirected=was_redirected)
 
-    async def _send(self, url: str, headers: Mapping[str, str], authorization: str) -> httpx.Response:
+    async def _send_request(self, url: str, headers: Mapping[str, str], authorization: str) -> httpx.Response:
         sent = {"Accept-Encoding": "identity", **headers}
         if authorization:
             sent["Authorization"] = authorization
         try:
             request = self._client.build_request("GET", url, headers=sent, timeout=None)
-            async with asyncio.timeout(HEADERS_LIMIT):
+            async with asyncio.timeout(HEADERS_TIMEOUT):
                 return await self._client.send(request, stream=True, follow_redirects=False)
         except TimeoutError as error:
             raise RegistryError("no answer in time", can_retry=True) from error
@@ -202,11 +208,11 @@ class Registries:
         except (httpx.InvalidURL, ValueError) as error:
             raise RegistryError("the registry redirects to a malformed address") from error
 
-    def _authorization(self, reference: ImageReference) -> str:
+    def _cached_authorization(self, reference: ImageReference) -> str:
         token = self._tokens.get((reference.host, reference.path))
         return f"Bearer {token.text}" if token and token.good_until > clock.monotonic() else ""
 
-    async def _authenticate(self, reference: ImageReference, challenge: str) -> str:
+    async def _answer_challenge(self, reference: ImageReference, challenge: str) -> str:
         """Return the value of `Authorization` for a challenge. Raise RegistryError."""
         self._tokens.pop((reference.host, reference.path), None)
         credential = await asyncio.to_thread(self._access.credential, reference.host)
@@ -219,15 +225,15 @@ class Registries:
         own = self._access.base_url(reference.host)
         if credential is not None and not self._access.may_authenticate_at(reference.host, realm):
             raise RegistryError(
-                f"{reference.host} asks for its credential at {_site(realm)}, which is another host or not"
+                f"{reference.host} asks for its credential at {_origin(realm)}, which is another host or not"
                 " HTTPS. If that is right, name it as its realm in LOCALAI_REGISTRIES."
             )
         if not realm.startswith(("https://", f"{own}/")):
             raise RegistryError(
-                f"{reference.host} names the token service {_site(realm)}, which is not HTTPS"
+                f"{reference.host} names the token service {_origin(realm)}, which is not HTTPS"
             )
         token = await self._get_token(reference, parameters, credential.header if credential else "")
-        lifetime = min(max(token.expires_in, 0.0), _MAX_LIFETIME)
+        lifetime = min(max(token.expires_in, 0.0), _MAX_TOKEN_SECONDS)
         text = token.token or token.access_token
         if not text or not text.isascii() or not text.isprintable():
             raise RegistryError(f"the token service of {reference.host} gave no token")
@@ -244,14 +250,14 @@ class Registries:
             url = str(httpx.URL(parameters["realm"]).copy_merge_params(query))
         except (httpx.InvalidURL, ValueError):
             raise RegistryError(f"{reference.host} names a malformed token service") from None
-        response = await self._send(url, {}, authorization)
+        response = await self._send_request(url, {}, authorization)
         if response.status_code != 200:
             await response.aclose()
             reason = f"the token service of {reference.host} answers with HTTP status {response.status_code}"
             if response.status_code in (401, 403):
                 reason += ": the credential is wrong, or may not read this image"
             raise RegistryError(reason, can_retry=_is_temporary(response.status_code))
-        body = await _read(response, TOKEN_BYTES, f"token for {reference}")
+        body = await _read_body(response, MAX_TOKEN_BYTES, f"token for {reference}")
         if problem := untrusted.json_problem(body):
             raise RegistryError(f"the reply of the token service of {reference.host} is {problem}")
         try:
@@ -260,10 +266,13 @@ class Registries:
             raise RegistryError(f"the token service of {reference.host} sent no token") from None
 
 
-def _choose(builds: list[Descriptor], wanted: _Platform, reference: ImageReference) -> str:
-    """Return the digest of the build for a platform. Raise RegistryError, which names the available ones."""
+def _choose_build(builds: list[Descriptor], wanted: _Platform, reference: ImageReference) -> str:
+    """Return the digest of the build for a platform.
+
+    Raise RegistryError, which names the available platforms.
+    """
     for build in builds:
-        if build.platform == wanted and _DIGEST.fullmatch(build.digest):
+        if build.platform == wanted and _DIGEST_PATTERN.fullmatch(build.digest):
             return build.digest
     known = sorted({str(build.platform) for build in builds if build.platform and build.platform.os})
     offered = ", ".join(name for name in known if name != "unknown/unknown")[:200]
@@ -277,10 +286,10 @@ def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
     start = lowered.find("bearer ")
     if start < 0:
         return ("basic", {}) if "basic" in lowered else ("", {})
-    return "bearer", {key.lower(): value for key, value in _CHALLENGE.findall(text[start:])}
+    return "bearer", {key.lower(): value for key, value in _CHALLENGE_PARAMETER_PATTERN.findall(text[start:])}
 
 
-def _redirect(response: httpx.Response, reference: ImageReference) -> str:
+def _redirect_target(response: httpx.Response, reference: ImageReference) -> str:
     """Return the target of a redirect. Raise RegistryError if it goes from HTTPS to plain HTTP."""
     try:
         target = response.request.url.join(response.headers.get("location", ""))
@@ -291,7 +300,7 @@ def _redirect(response: httpx.Response, reference: ImageReference) -> str:
     return str(target)
 
 
-def _refusal(reference: ImageReference, status: int, *, was_redirected: bool) -> RegistryError:
+def _refusal_error(reference: ImageReference, status: int, *, was_redirected: bool) -> RegistryError:
     if was_redirected:
         # A signed address is valid for minutes; the next attempt gets another one.
         return RegistryError(f"{reference}: its storage answers with HTTP status {status}", can_retry=True)
@@ -309,7 +318,7 @@ def _is_temporary(status: int) -> bool:
     return status in (408, 429) or status >= 500
 
 
-def _site(url: str) -> str:
+def _origin(url: str) -> str:
     """Return the scheme and host of a URL for a message."""
     try:
         parts = urlsplit(url)
@@ -318,10 +327,10 @@ def _site(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"[:200]
 
 
-async def _read(response: httpx.Response, limit: int, what: str) -> bytes:
+async def _read_body(response: httpx.Response, limit: int, what: str) -> bytes:
     """Return a response's body of at most `limit` bytes and close the response. Raise RegistryError."""
     try:
-        async with asyncio.timeout(BODY_LIMIT):
+        async with asyncio.timeout(BODY_TIMEOUT):
             body = await untrusted.read_at_most(response.aiter_raw(), limit)
     except TimeoutError as error:
         raise RegistryError(f"{what}: no answer in time", can_retry=True) from error

@@ -65,4 +65,4 @@ class Observed(_ReadOnly, ModelAdmin):
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
         """Return the fields to show. The columns of a lease come last, because their model is abstract."""
-        return sorted(super().get_fields(request, obj), key=lambda name: name in leases.COLUMNS)
+        return sorted(super().get_fields(request, obj), key=lambda name: name in leases.LEASE_COLUMNS)

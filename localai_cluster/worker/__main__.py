@@ -21,8 +21,11 @@ from localai_cluster.worker.lifecycle import run
 log = logging.getLogger(__name__)
 
 
-_OTHER_FLAGS = {f"nats_tls_{part}": (f"--nats-tls{part}",) for part in ("ca", "cert", "key")}
-"""Flags that stock workers parse, by setting, in place of the flags that `config.flag` derives."""
+_STOCK_FLAGS_BY_SETTING = {f"nats_tls_{part}": (f"--nats-tls{part}",) for part in ("ca", "cert", "key")}
+"""Command-line flags of stock (LocalAI's own) workers, by setting.
+
+They replace the flags of `config.flag`.
+"""
 
 
 class _GroupedHelp(click.Command):
@@ -34,36 +37,38 @@ class _GroupedHelp(click.Command):
         for group in dict.fromkeys(entry.group for entry in SETTINGS):
             with formatter.section(group):
                 formatter.write_dl(
-                    [(flag(entry), _help(entry, texts)) for entry in SETTINGS if entry.group == group]
+                    [(flag(entry), _format_help(entry, texts)) for entry in SETTINGS if entry.group == group]
                 )
 
 
-def _help(entry: env.Setting, texts: dict[str, str]) -> str:
+def _format_help(entry: env.Setting, texts: dict[str, str]) -> str:
     default = f" Default: {entry.shown}." if entry.shown else ""
     return f"{texts[entry.key]}{default} [{', '.join(entry.names)}]"
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+def _add_setting_options(command: Callable[..., None]) -> Callable[..., None]:
     for entry in SETTINGS:
         # A switch also accepts true or false, as the environment variable does.
-        is_switch = entry.format is env.SWITCH
+        is_switch = entry.format is env.BOOL_FORMAT
         switch: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if is_switch else {}
-        command = click.option(flag(entry), *_OTHER_FLAGS.get(entry.key, ()), entry.key, **switch)(command)
+        command = click.option(flag(entry), *_STOCK_FLAGS_BY_SETTING.get(entry.key, ()), entry.key, **switch)(
+            command
+        )
     return command
 
 
 @click.command(cls=_GroupedHelp, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("command", type=click.Choice(["run", "check"]), default="run")
-@_with_settings
+@_add_setting_options
 def main(command: str, **given: str | None) -> None:
     """Runs the LocalAI Cluster worker of this machine until it is stopped.
 
     With the argument `check` it reports what the worker would meet, and starts nothing.
     """
-    sys.exit(_run(given, check_only=command == "check"))
+    sys.exit(_run_worker_or_check(given, check_only=command == "check"))
 
 
-def _check(config: Config) -> int:
+def _print_check_report(config: Config) -> int:
     own_identity = identity.NodeIdentity(config.data_dir, read_only=True)
     lines = asyncio.run(check.report_connections(config, own_identity)) + asyncio.run(
         check.report_machine(config)
@@ -74,15 +79,15 @@ def _check(config: Config) -> int:
     return int(any(isinstance(line, check.Problem) for line in lines))
 
 
-def _run(options: dict[str, Any], *, check_only: bool) -> int:
+def _run_worker_or_check(options: dict[str, Any], *, check_only: bool) -> int:
     try:
         config = build(options)
         if check_only:
-            return _check(config)
+            return _print_check_report(config)
         logging.basicConfig(level=logging.INFO, handlers=[logs.create_handler(sys.stderr)])
         # It would log one line per heartbeat.
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        with identity.claim(config.data_dir):
+        with identity.lock_data_folder(config.data_dir):
             asyncio.run(run(config, identity.NodeIdentity(config.data_dir)))
     except (InvalidSettings, identity.IdentityError) as error:
         for line in error.message.splitlines():

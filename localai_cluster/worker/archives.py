@@ -30,24 +30,31 @@ from typing import IO, Any, cast
 import zstandard
 
 from localai_cluster.worker import source_files
-from localai_cluster.worker.source_files import CHUNK, SHUTDOWN_MESSAGE, BadSource, OnBytes, Stopped, Throttle
+from localai_cluster.worker.source_files import (
+    CHUNK_BYTES,
+    SHUTDOWN_MESSAGE,
+    BadSource,
+    OnBytes,
+    Stopped,
+    Throttle,
+)
 
-MAX_BYTES = 64 * 1024**3
+MAX_UNPACKED_BYTES = 64 * 1024**3
 MAX_ENTRIES = 100_000
-MAX_GLOBAL_HEADERS = 64 * 1024
+MAX_GLOBAL_HEADER_BYTES = 64 * 1024
 """Maximum bytes of the extended headers that apply to all later entries."""
-MAX_HEADER_LENGTH = CHUNK
+MAX_HEADER_LENGTH = CHUNK_BYTES
 """Maximum bytes of an extended header, since `tarfile` reads it into memory at once."""
 _MAX_PATH_LENGTH = 4096
-_MAX_HOPS = 40
+_MAX_LINKS_PER_PATH = 40
 """Maximum number of links on the way to one path; the Linux kernel has the same limit."""
-_MAX_WINDOW = 128 * 1024 * 1024
+_MAX_ZSTD_WINDOW_BYTES = 128 * 1024 * 1024
 """Maximum bytes of memory for a zstd stream; zstd's highest level needs this much."""
-_DATA_FILTER = getattr(tarfile, "data_filter", None)
+_TARFILE_DATA_FILTER = getattr(tarfile, "data_filter", None)
 """`tarfile.data_filter`, which exists since Python 3.11.4; our own rules suffice without it."""
-WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
-_NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
-_NO_HARD_LINKS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
+WHITEOUT_PREFIX, OPAQUE_WHITEOUT_NAME = ".wh.", ".wh..wh..opq"
+_NO_KERNEL_COPY_ERRNOS = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+_NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
 
 
 @dataclass
@@ -89,15 +96,15 @@ def unpack(
     The layers of an image may have whiteouts, absolute links, and the same path several times. Raise
     BadSource, Stopped or OSError.
     """
-    survey = _Survey(is_image)
+    survey = _MergedTree(is_image)
     for number, layer in enumerate(layers):
         survey.add(number, layer, stopped)
-    files = _Files.of(survey)
+    files = _FilesToWrite.of(survey)
     source_files.check_free_space(target.parent, files.total, "unpacked bytes")
     target.mkdir()
     for folder, _ in files.folders:
         (target / folder).mkdir(mode=0o700)
-    writer = _Writer(target, throttle, stopped, on_bytes, files)
+    writer = _TreeWriter(target, throttle, stopped, on_bytes, files)
     for number, layer in enumerate(layers):
         writer.write_layer(number, layer)
     writer.link()
@@ -106,7 +113,7 @@ def unpack(
 class _ForwardReader:
     """A file that `tarfile` reads from front to back, in pieces of bounded size.
 
-    Where `tarfile` skips bytes, a plain file is positioned instead of read.
+    Bytes of a plain file that `tarfile` skips are not read.
     """
 
     def __init__(self, file: IO[bytes], size: int | None, stopped: threading.Event) -> None:
@@ -139,9 +146,9 @@ class _ForwardReader:
             self._header_bytes += size
             if self._header_bytes > 2 * MAX_HEADER_LENGTH:
                 raise BadSource("the headers of an entry of the archive are too long")
-        return self._take(size)
+        return self._read_bytes(size)
 
-    def _take(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         if self._stopped.is_set():
             raise Stopped(SHUTDOWN_MESSAGE)
         data = self._file.read(size)
@@ -153,25 +160,25 @@ class _ForwardReader:
             raise BadSource("an entry of the archive begins before the end of the previous one")
         if self._size is not None:
             self._position = self._file.seek(min(position, self._size))
-        while self._position < position and self._take(min(CHUNK, position - self._position)):
+        while self._position < position and self._read_bytes(min(CHUNK_BYTES, position - self._position)):
             pass
         return self._position
 
     def drain(self) -> None:
         """Read the remaining bytes of a packed file, so that its checksum is verified."""
-        while self._size is None and self.read(CHUNK):
-            if self._position > 2 * MAX_BYTES:
+        while self._size is None and self.read(CHUNK_BYTES):
+            if self._position > 2 * MAX_UNPACKED_BYTES:
                 raise BadSource("the archive does not end")
 
 
 @contextmanager
-def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
+def _open_tar(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
     """Open the archive as a tar file; errors in it become BadSource."""
     try:
         # Neither follows a link nor waits for a pipe.
         descriptor = os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as raw:
-            plain = _unpacked_file(raw)
+            plain = _open_unpacked(raw)
             size = os.fstat(raw.fileno()).st_size if plain is raw else None
             forward = _ForwardReader(plain, size, stopped)
             with tarfile.TarFile(fileobj=cast(Any, forward), mode="r", errorlevel=2) as tar:
@@ -183,7 +190,7 @@ def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
         raise BadSource(f"the archive cannot be read: {error}") from error
 
 
-def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def _iterate_entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the entries of the archive in order, without storing them in `tar`. Raise BadSource."""
     reader = cast(_ForwardReader, tar.fileobj)
     while True:
@@ -192,25 +199,25 @@ def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         if entry is None:
             return
         tar.members = []  # type: ignore[attr-defined]
-        if sum(len(key) + len(value) for key, value in tar.pax_headers.items()) > MAX_GLOBAL_HEADERS:
+        if sum(len(key) + len(value) for key, value in tar.pax_headers.items()) > MAX_GLOBAL_HEADER_BYTES:
             raise BadSource("the global headers of the archive are too long")
         yield entry
 
 
-def _unpacked_file(raw: IO[bytes]) -> IO[bytes]:
+def _open_unpacked(raw: IO[bytes]) -> IO[bytes]:
     """Return a file object of the unpacked content; the first bytes of the file determine the format."""
     first = raw.read(4)
     raw.seek(0)
     if first.startswith(b"\x1f\x8b"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if first == b"\x28\xb5\x2f\xfd":
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES)
         return cast(IO[bytes], decompressor.stream_reader(raw, read_across_frames=True, closefd=False))
     return raw
 
 
-class _Survey:
-    """The merged tree of the layers that were added, from the lowest; `root` is its folder."""
+class _MergedTree:
+    """The tree that results from merging layers, the lowest first. `root` is the top folder."""
 
     def __init__(self, is_image: bool) -> None:
         self.root = _Folder(-1)
@@ -219,69 +226,72 @@ class _Survey:
 
     def add(self, layer: int, path: Path, stopped: threading.Event) -> None:
         """Validate every entry of a layer and merge it into the tree. Raise BadSource."""
-        with _open(path, stopped) as tar:
-            for number, entry in enumerate(_entries(tar)):
-                _validate(entry, self._is_image)
-                self._count(entry.size if entry.isreg() else 0)
-                self._merge(layer, number, entry)
+        with _open_tar(path, stopped) as tar:
+            for number, entry in enumerate(_iterate_entries(tar)):
+                _validate_entry(entry, self._is_image)
+                self._count_entry(entry.size if entry.isreg() else 0)
+                self._merge_entry(layer, number, entry)
 
-    def inner_target(self, link: str, target: str) -> str:
-        """Return an absolute target relative to its link if the tree has it, any other target unchanged."""
+    def resolve_absolute_target(self, link: str, target: str) -> str:
+        """Return an absolute target as a path relative to `link`.
+
+        Return a target outside of the tree unchanged.
+        """
         if target.startswith("/"):
             inside = PurePosixPath(posixpath.normpath(target).lstrip("/"))
             with suppress(BadSource):
-                if self._find(self._real(inside)) is not None:
+                if self._find_node(self._resolve_links(inside)) is not None:
                     return posixpath.relpath(f"/{inside}", f"/{posixpath.dirname(link)}")
         return target
 
-    def _count(self, size: int) -> None:
+    def _count_entry(self, size: int) -> None:
         self._entries += 1
         self._bytes += size
-        if self._bytes > MAX_BYTES:
-            raise BadSource(f"the archive unpacks to more than {MAX_BYTES} bytes")
+        if self._bytes > MAX_UNPACKED_BYTES:
+            raise BadSource(f"the archive unpacks to more than {MAX_UNPACKED_BYTES} bytes")
         if self._entries > MAX_ENTRIES:
             raise BadSource(f"the archive has more than {MAX_ENTRIES} entries")
 
-    def _merge(self, layer: int, number: int, entry: tarfile.TarInfo) -> None:
-        path = self._real(PurePosixPath(entry.name))
+    def _merge_entry(self, layer: int, number: int, entry: tarfile.TarInfo) -> None:
+        path = self._resolve_links(PurePosixPath(entry.name))
         if not path.parts:
             return
-        if self._is_image and path.name.startswith(WHITEOUT):
-            self._remove(path, layer)
+        if self._is_image and path.name.startswith(WHITEOUT_PREFIX):
+            self._apply_whiteout(path, layer)
         elif entry.isdir():
-            self._folder(path, layer).mode = entry.mode & 0o755 | 0o700
+            self._ensure_folder(path, layer).mode = entry.mode & 0o755 | 0o700
         elif entry.islnk():
-            node = self._find(self._real(PurePosixPath(entry.linkname)))
+            node = self._find_node(self._resolve_links(PurePosixPath(entry.linkname)))
             if not isinstance(node, _File | _Link if self._is_image else _File):
                 raise BadSource(f"{str(path)!r} in the archive is a link to a file that is not in it")
-            self._put(path, layer, replace(node, layer=layer))
+            self._put_node(path, layer, replace(node, layer=layer))
         elif entry.issym():
-            self._put(path, layer, _Link(layer, entry.linkname))
+            self._put_node(path, layer, _Link(layer, entry.linkname))
         else:
             # Never setuid, never writable by others.
-            self._put(path, layer, _File(layer, (layer, number), entry.size, entry.mode & 0o755 | 0o600))
+            self._put_node(path, layer, _File(layer, (layer, number), entry.size, entry.mode & 0o755 | 0o600))
 
-    def _remove(self, whiteout: PurePosixPath, layer: int) -> None:
+    def _apply_whiteout(self, whiteout: PurePosixPath, layer: int) -> None:
         """Remove the entry that a whiteout names, if it comes from a layer below `layer`."""
-        folder = self._find(whiteout.parent)
+        folder = self._find_node(whiteout.parent)
         if not isinstance(folder, _Folder):
             return
-        if whiteout.name == OPAQUE:
-            _prune(folder, layer)
+        if whiteout.name == OPAQUE_WHITEOUT_NAME:
+            _remove_lower_layers(folder, layer)
             return
-        name = whiteout.name.removeprefix(WHITEOUT)
+        name = whiteout.name.removeprefix(WHITEOUT_PREFIX)
         node = folder.children.get(name)
         if isinstance(node, _Folder):
-            _prune(node, layer)
+            _remove_lower_layers(node, layer)
         if node is not None and node.layer < layer and not getattr(node, "children", None):
             del folder.children[name]
 
-    def _real(self, path: PurePosixPath) -> PurePosixPath:
+    def _resolve_links(self, path: PurePosixPath) -> PurePosixPath:
         """Return the real path of a path in an image, after following the links of its folders in the tree.
 
         Raise BadSource if the path leaves the tree.
         """
-        if not self._is_image or isinstance(self._find(path.parent), _Folder):
+        if not self._is_image or isinstance(self._find_node(path.parent), _Folder):
             return path
         problem = BadSource(f"{str(path)!r} in the archive lies below a link that leaves it")
         names: list[str] = []
@@ -291,7 +301,7 @@ class _Survey:
             part, folder = pending.pop(), nodes[-1]
             node = folder.children.get(part) if isinstance(folder, _Folder) else None
             if isinstance(node, _Link):
-                self._count(0)
+                self._count_entry(0)
                 hops += 1
                 if node.target.startswith("/"):
                     del names[:], nodes[1:]
@@ -303,11 +313,11 @@ class _Survey:
                 del names[-1], nodes[-1]
             else:
                 raise problem
-            if hops > _MAX_HOPS:
+            if hops > _MAX_LINKS_PER_PATH:
                 raise problem
         return PurePosixPath(*names, path.name)
 
-    def _folder(self, path: PurePosixPath, layer: int, *, is_parent: bool = False) -> _Folder:
+    def _ensure_folder(self, path: PurePosixPath, layer: int, *, is_parent: bool = False) -> _Folder:
         """Return the folder at `path`; create missing folders. Raise BadSource."""
         folder = self.root
         for depth, part in enumerate(path.parts):
@@ -317,27 +327,27 @@ class _Survey:
                 if node is not None and not (is_last and (self._is_image or node.layer != layer)):
                     raise BadSource(f"{str(path)!r} in the archive lies below a file or a link, or is both")
                 if not is_last:
-                    self._count(0)
+                    self._count_entry(0)
                 node = folder.children[part] = _Folder(layer)
             node.layer = layer
             folder = node
         return folder
 
-    def _put(self, path: PurePosixPath, layer: int, node: _File | _Link) -> None:
-        folder = self._folder(path.parent, layer, is_parent=True)
+    def _put_node(self, path: PurePosixPath, layer: int, node: _File | _Link) -> None:
+        folder = self._ensure_folder(path.parent, layer, is_parent=True)
         current = folder.children.get(path.name)
         if current is not None and current.layer == layer and not self._is_image:
             raise BadSource(f"{str(path)!r} occurs twice in the archive")
         folder.children[path.name] = node
 
-    def _find(self, path: PurePosixPath) -> "_Folder | _File | _Link | None":
+    def _find_node(self, path: PurePosixPath) -> "_Folder | _File | _Link | None":
         node: _Folder | _File | _Link | None = self.root
         for part in path.parts:
             node = node.children.get(part) if isinstance(node, _Folder) else None
         return node
 
 
-def _prune(folder: _Folder, layer: int) -> None:
+def _remove_lower_layers(folder: _Folder, layer: int) -> None:
     """Remove everything below `folder` that comes from a layer below `layer`."""
     pending = [folder]
     while pending:
@@ -346,41 +356,41 @@ def _prune(folder: _Folder, layer: int) -> None:
         pending += [node for node in current.children.values() if isinstance(node, _Folder)]
 
 
-def _validate(entry: tarfile.TarInfo, is_image: bool) -> None:
+def _validate_entry(entry: tarfile.TarInfo, is_image: bool) -> None:
     """Raise BadSource for a forbidden entry, by our own rules and those of `tarfile`'s data filter."""
     name, is_absolute_link = entry.name, entry.issym() and entry.linkname.startswith("/")
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()) or entry.issparse():
         raise BadSource(f"{name!r} in the archive is not a plain file, folder or link")
     is_odd = any("\0" in text or len(text) > _MAX_PATH_LENGTH for text in (name, entry.linkname))
-    if _escapes(name) or is_odd or entry.size < 0:
+    if _leaves_folder(name) or is_odd or entry.size < 0:
         raise BadSource(f"{name[:200]!r} in the archive is not a path inside it")
-    if (entry.islnk() and _escapes(entry.linkname)) or (is_absolute_link and not is_image):
+    if (entry.islnk() and _leaves_folder(entry.linkname)) or (is_absolute_link and not is_image):
         raise BadSource(f"{name!r} in the archive is a link that leaves it")
-    if _DATA_FILTER is not None and not is_absolute_link:
+    if _TARFILE_DATA_FILTER is not None and not is_absolute_link:
         try:
-            _DATA_FILTER(entry, "/nowhere/in/particular")
+            _TARFILE_DATA_FILTER(entry, "/nowhere/in/particular")
         except tarfile.FilterError as error:
             raise BadSource(f"{name!r} in the archive: {error}") from error
 
 
-def _escapes(name: str) -> bool:
+def _leaves_folder(name: str) -> bool:
     return not name or name.startswith("/") or ".." in PurePosixPath(name).parts
 
 
 @dataclass
-class _Files:
+class _FilesToWrite:
     """The content of a tree: each file once, with all its paths. Folders precede their content."""
 
     folders: list[tuple[str, int]] = field(default_factory=list)
     links: list[tuple[str, str]] = field(default_factory=list)
     system_links: list[tuple[str, str]] = field(default_factory=list)
-    """Links to files of the machine outside of the tree: path and target."""
+    """Links to files of this machine that are not in the tree: path and target."""
     paths: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     files: dict[tuple[int, int], _File] = field(default_factory=dict)
     total: int = 0
 
     @classmethod
-    def of(cls, survey: _Survey) -> "_Files":
+    def of(cls, survey: _MergedTree) -> "_FilesToWrite":
         files = cls()
         pending: list[tuple[str, _Folder]] = [("", survey.root)]
         while pending:
@@ -391,7 +401,7 @@ class _Files:
                     files.folders.append((path, node.mode))
                     pending.append((f"{path}/", node))
                 elif isinstance(node, _Link):
-                    target = survey.inner_target(path, node.target)
+                    target = survey.resolve_absolute_target(path, node.target)
                     (files.system_links if target.startswith("/") else files.links).append((path, target))
                 else:
                     files._add(path, node)
@@ -404,22 +414,27 @@ class _Files:
         self.paths.setdefault(file.source, []).append(path)
 
 
-class _Writer:
+class _TreeWriter:
     """Writes the files of a tree, and counts their bytes."""
 
     def __init__(
-        self, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, files: _Files
+        self,
+        target: Path,
+        throttle: Throttle,
+        stopped: threading.Event,
+        on_bytes: OnBytes,
+        files: _FilesToWrite,
     ) -> None:
         self._target, self._files, self._done = target, files, 0
         self._throttle, self._stopped, self._on_bytes = throttle, stopped, on_bytes
 
     def write_layer(self, layer: int, path: Path) -> None:
-        """Write the files of one layer that are still in the tree."""
+        """Write the files of one layer that no later layer has replaced or removed."""
         remaining = sum(key[0] == layer for key in self._files.files)
         if not remaining:
             return
-        with _open(path, self._stopped) as tar:
-            for number, entry in enumerate(_entries(tar)):
+        with _open_tar(path, self._stopped) as tar:
+            for number, entry in enumerate(_iterate_entries(tar)):
                 file = self._files.files.get((layer, number))
                 if file is not None:
                     self._write(tar, entry, file)
@@ -436,8 +451,8 @@ class _Writer:
             raise BadSource("the archive has changed while it was unpacked")
         remaining, descriptor = file.size, cast(_ForwardReader, tar.fileobj).descriptor
         with reader, open(self._target / path, "xb", buffering=0) as writer:
-            copy = _EntryCopy(reader, writer, descriptor, entry.offset_data)
-            while remaining and (size := copy.copy(min(self._throttle.piece, remaining))):
+            copy = _EntryCopier(reader, writer, descriptor, entry.offset_data)
+            while remaining and (size := copy.copy(min(self._throttle.piece_bytes, remaining))):
                 remaining -= size
                 self._done += size
                 self._on_bytes(self._done, self._files.total, path)
@@ -447,10 +462,13 @@ class _Writer:
                 raise BadSource("the archive is damaged: it ends inside of a file")
             os.fchmod(writer.fileno(), file.mode)
         for other in others:
-            _hard_link(self._target / path, self._target / other)
+            _link_or_copy(self._target / path, self._target / other)
 
     def link(self) -> None:
-        """Set folder modes and create the links, each of which must end in the folder or on the machine."""
+        """Set folder modes and create the links.
+
+        A link must lead into the folder or to a file of this machine.
+        """
         for path, mode in reversed(self._files.folders):
             (self._target / path).chmod(mode)
         for path, destination in self._files.links:
@@ -463,7 +481,7 @@ class _Writer:
             os.symlink(destination, self._target / path)
 
 
-class _EntryCopy:
+class _EntryCopier:
     """Copies the bytes of one entry: in the kernel if possible, which needs a plain file."""
 
     def __init__(self, reader: IO[bytes], writer: IO[bytes], descriptor: int | None, offset: int) -> None:
@@ -478,7 +496,7 @@ class _EntryCopy:
                 self._offset += copied
                 return copied
             except OSError as error:
-                if error.errno not in _NO_KERNEL_COPY or self._writer.tell():
+                if error.errno not in _NO_KERNEL_COPY_ERRNOS or self._writer.tell():
                     raise
                 self._descriptor = None
         piece = memoryview(self._reader.read(size))
@@ -488,11 +506,11 @@ class _EntryCopy:
         return total
 
 
-def _hard_link(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     """Create a hard link, or a copy if the filesystem has no hard links."""
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
+        if error.errno not in _NO_HARD_LINK_ERRNOS:
             raise
         shutil.copy2(source, target)

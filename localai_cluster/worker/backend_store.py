@@ -34,7 +34,10 @@ def strip_gallery(name: str) -> str:
 
 
 def folder_name(name: str) -> str:
-    """Return the folder of the backend `name`; `/` becomes `__`. Raise InvalidInput for an unsafe name."""
+    """Return the folder name of a backend, with `__` in place of `/`.
+
+    Raise InvalidInput for an unsafe name.
+    """
     folder = name.replace("/", "__")
     if not folder:
         raise InvalidInput("backend name is empty", field="backend")
@@ -47,7 +50,7 @@ def folder_name(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text from outside in a form that is safe in a log line."""
+    """Return an untrusted text in a form that is safe in a log line."""
     return text if text.isprintable() and 0 < len(text) <= 100 else repr(text[:100]) if text else "-"
 
 
@@ -87,7 +90,7 @@ class Metadata:
 
 @dataclass(frozen=True)
 class StoredBackend:
-    """A name that starts a backend, and the files of the backend."""
+    """An installed backend under one of its names, with its folder, start file and metadata."""
 
     name: str
     folder: Path
@@ -98,7 +101,7 @@ class StoredBackend:
 
     @property
     def is_alias(self) -> bool:
-        """True if this is a second name of a backend."""
+        """True if `name` is an alias, not the backend's own name."""
         return self.metadata.name not in ("", self.name)
 
 
@@ -111,26 +114,26 @@ class BackendStore:
         self._capability = capability
 
     def scan(self) -> dict[str, StoredBackend]:
-        """Return all names that can be started, including aliases.
+        """Return the installed backends by name; an alias is a name too.
 
         Raise OSError if the folder cannot be read.
         """
         entries = {
             folder.name: StoredBackend(folder.name, folder, folder / START_FILE, Metadata(), is_system=True)
-            for folder in _folders(self._system)
+            for folder in _list_backend_folders(self._system)
             if (folder / START_FILE).is_file()
         }
-        concrete, meta = self._installed()
+        concrete, meta = self._read_folders()
         entries |= concrete
         for entry in meta:
             entries.setdefault(entry.name, entry)
-        for name, entry in self._aliases(list(concrete.values())).items():
+        for name, entry in self._find_aliases(list(concrete.values())).items():
             if name not in entries or entries[name].is_meta:
                 entries[name] = entry
         return entries
 
     def find(self, name: str) -> StoredBackend | None:
-        """Return the entry with this name, or else one that differs only in case, as in galleries."""
+        """Return the backend with this name, or else a backend whose name differs only in case."""
         entries = self.scan()
         return entries.get(name) or next((e for n, e in entries.items() if n.lower() == name.lower()), None)
 
@@ -148,10 +151,7 @@ class BackendStore:
         return None
 
     def identity(self, name: str) -> frozenset[str]:
-        """Return all names of the build that `name` means, without following further aliases.
-
-        See worker.md §7.
-        """
+        """Return all names of the backend that `name` means: folder, metadata and alias (worker.md §7)."""
         try:
             entry = self.find(name)
         except OSError:
@@ -193,10 +193,10 @@ class BackendStore:
                     log.warning("an install was interrupted; restoring the previous %s", target.name)
                     path.rename(target)
 
-    def _installed(self) -> tuple[dict[str, StoredBackend], list[StoredBackend]]:
+    def _read_folders(self) -> tuple[dict[str, StoredBackend], list[StoredBackend]]:
         concrete: dict[str, StoredBackend] = {}
         meta = []
-        for folder in _folders(self.backends):
+        for folder in _list_backend_folders(self.backends):
             metadata = read_metadata(folder)
             if (folder / START_FILE).is_file():
                 concrete[folder.name] = StoredBackend(folder.name, folder, folder / START_FILE, metadata)
@@ -207,16 +207,18 @@ class BackendStore:
                     meta.append(StoredBackend(name, folder, target / START_FILE, metadata, is_meta=True))
         return concrete, meta
 
-    def _aliases(self, concrete: list[StoredBackend]) -> dict[str, StoredBackend]:
+    def _find_aliases(self, concrete: list[StoredBackend]) -> dict[str, StoredBackend]:
         aliases: dict[str, StoredBackend] = {}
         for entry in concrete:
             alias = entry.metadata.alias
-            if alias and (alias not in aliases or self._rank(entry) < self._rank(aliases[alias])):
+            if alias and (
+                alias not in aliases or self._build_preference(entry) < self._build_preference(aliases[alias])
+            ):
                 metadata = entry.metadata
                 aliases[alias] = StoredBackend(alias, entry.folder, entry.start_file, metadata)
         return aliases
 
-    def _rank(self, entry: StoredBackend) -> int:
+    def _build_preference(self, entry: StoredBackend) -> int:
         tokens = preferred_tokens(self._capability)
         folder = entry.folder.name.lower()
         return next((rank for rank, token in enumerate(tokens) if token in folder), len(tokens))
@@ -233,7 +235,7 @@ def remove_old_partials(folder: Path) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a backend folder; empty if the file is missing or invalid."""
+    """Return the metadata of a backend folder. It is empty if the file is missing or invalid."""
     try:
         with open(folder / METADATA_FILE, "rb") as file:
             return decode(file.read(64 * 1024), Metadata)
@@ -263,7 +265,7 @@ def discard(path: Path) -> None:
         renamed.unlink()
 
 
-def _folders(base: Path) -> Iterator[Path]:
+def _list_backend_folders(base: Path) -> Iterator[Path]:
     try:
         paths = sorted(base.iterdir())
     except FileNotFoundError:

@@ -39,7 +39,10 @@ class Halt(threading.Event):
 
 
 class Command:
-    """One running install or upgrade; its owner sets `task`, in which it runs."""
+    """One running install or upgrade.
+
+    `task` is the asyncio task that runs it; whoever starts the task sets it.
+    """
 
     def __init__(self, op_id: str) -> None:
         self.op_id = op_id
@@ -50,7 +53,7 @@ class Command:
         self._is_interruptible = False
 
     def cancel(self) -> None:
-        """End the command with Cancelled, unless it succeeds before."""
+        """End the command with Cancelled, unless the command succeeds first."""
         if not self.halt.cancelled:
             self.halt.cancel()
             if self._is_interruptible and self.task is not None:
@@ -58,7 +61,7 @@ class Command:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Enter a block that a cancel interrupts at once. Raise Cancelled."""
+        """Enter a block that `cancel` interrupts at once. Raise Cancelled."""
         self._raise_if_cancelled()
         self._is_interruptible = True
         try:

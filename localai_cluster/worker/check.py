@@ -19,7 +19,7 @@ from localai_cluster.messaging.nats import connection_problem
 from localai_cluster.worker import hardware, identity, ports
 from localai_cluster.worker.config import Config, InvalidSettings
 from localai_cluster.worker.control_plane import (
-    CALL_LIMIT,
+    CALL_TIMEOUT,
     CallFailed,
     ControlPlane,
     DowngradeRefused,
@@ -37,17 +37,17 @@ class Problem(str):
 
 async def report_machine(config: Config) -> list[str]:
     """Return the lines of the report on this machine: hardware, folders, addresses and ports."""
-    gpus = await hardware.read_gpus(hardware.create_reader(config.test_gpus, tuple)) or hardware.Gpus()
+    gpus = await hardware.read_gpus(hardware.create_reader(config.test_gpus, tuple)) or hardware.GpuTotals()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     count = f"{len(gpus.each)} GPUs" if gpus.each is not None else "GPUs"
     found = f"{count} with {gpus.total / GIB:.0f} GiB" if gpus.total else "no GPU"
     lines = [f"hardware: {found}, capability {capability}"]
     if config.without_effect:
         lines.append(f"settings: these have no effect in this worker: {', '.join(config.without_effect)}")
-    return [*lines, *_folders(config), *_addresses(config), *_ports(config)]
+    return [*lines, *_check_folders(config), *_check_addresses(config), *_check_ports(config)]
 
 
-def _folders(config: Config) -> Iterator[str]:
+def _check_folders(config: Config) -> Iterator[str]:
     folders = {
         "LOCALAI_WORKER_DATA_DIR": config.data_dir,
         "LOCALAI_BACKENDS_PATH": config.backends_path,
@@ -70,7 +70,7 @@ def _folders(config: Config) -> Iterator[str]:
         yield Problem(f"folder: cannot read {system}; set LOCALAI_BACKENDS_SYSTEM_PATH to a readable folder")
 
 
-def _addresses(config: Config) -> Iterator[str]:
+def _check_addresses(config: Config) -> Iterator[str]:
     """Report an address that only this machine reaches, if the control plane is on another machine."""
     server = urlsplit(config.register_to).hostname or ""
     host = config.advertise_host.strip("[]")
@@ -81,7 +81,7 @@ def _addresses(config: Config) -> Iterator[str]:
         )
 
 
-def _ports(config: Config) -> Iterator[str]:
+def _check_ports(config: Config) -> Iterator[str]:
     if identity.is_in_use(config.data_dir):
         yield f"ports: not checked, since a worker runs with {config.data_dir}"
         return
@@ -102,17 +102,19 @@ def _ports(config: Config) -> Iterator[str]:
 
 async def report_connections(config: Config, identity: NodeIdentity) -> list[str]:
     """Return the lines of the report on server, bus and galleries. A line of type Problem needs a fix."""
-    async with httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True) as client:
+    async with httpx.AsyncClient(timeout=CALL_TIMEOUT, verify=config.tls or True) as client:
         control_plane = ControlPlane(
             config.register_to, config.registration_token, identity, "", client, allow_stock=True
         )
-        lines = [line async for line in _server(config, identity, control_plane)]
-    async with httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True) as client:
-        galleries = [await _gallery(config, client, gallery) for gallery in config.all_galleries]
-    return [*lines, await _bus(config), *galleries]
+        lines = [line async for line in _check_server(config, identity, control_plane)]
+    async with httpx.AsyncClient(timeout=CALL_TIMEOUT, verify=config.registry_ca or True) as client:
+        galleries = [await _check_gallery(config, client, gallery) for gallery in config.all_galleries]
+    return [*lines, await _check_bus(config), *galleries]
 
 
-async def _server(config: Config, identity: NodeIdentity, control_plane: ControlPlane) -> AsyncIterator[str]:
+async def _check_server(
+    config: Config, identity: NodeIdentity, control_plane: ControlPlane
+) -> AsyncIterator[str]:
     yield f"node: {config.node_name} at {config.advertise_addr}"
     yield f"files and logs: at {config.advertise_http_addr}"
     yield f"data folder: {config.data_dir}"
@@ -138,7 +140,7 @@ async def _server(config: Config, identity: NodeIdentity, control_plane: Control
         yield Problem("bus: set LOCALAI_NATS_URL, since a stock frontend does not say where the bus is")
 
 
-async def _bus(config: Config) -> str:
+async def _check_bus(config: Config) -> str:
     """Report on the bus of the settings; the bus of a registration is not known yet."""
     if config.nats is None:
         return "bus: not checked, since its address comes with the registration"
@@ -151,7 +153,7 @@ async def _bus(config: Config) -> str:
     return Problem(f"bus: {where}: {reason}; check LOCALAI_NATS_URL and its credentials and certificates")
 
 
-async def _gallery(config: Config, client: httpx.AsyncClient, gallery: Gallery) -> str:
+async def _check_gallery(config: Config, client: httpx.AsyncClient, gallery: Gallery) -> str:
     name = gallery.name or gallery_index.public_url(gallery.url)
     if gallery_index.served_name(gallery.url) is not None:
         return f"gallery: {name} comes from the control plane, for registered nodes only"
@@ -161,7 +163,7 @@ async def _gallery(config: Config, client: httpx.AsyncClient, gallery: Gallery) 
             client,
             served=refuse_served,
             resolve=lambda path: gallery_index.check_inside(path, config.source_roots),
-            timeout=CALL_LIMIT,
+            timeout=CALL_TIMEOUT,
             github_url=config.github_url,
         )
     except gallery_index.GalleryUnreadable as error:

@@ -27,21 +27,21 @@ from localai_cluster.worker.backend_store import BackendStore, strip_gallery
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor
 from localai_cluster.worker.hardware import GpuReader, process_memory
-from localai_cluster.worker.install_commands import InstallCommands, report_stopped
+from localai_cluster.worker.install_commands import InstallCommands, stopped_engines_reply
 from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
 
-PAUSE_THRESHOLD = 15.0
+PAUSE_THRESHOLD_SECONDS = 15.0
 """Seconds without a tick after which the process counts as paused, not only as slow.
 
 No sender gives up within this time.
 """
 CATCH_UP_SECONDS = 5.0
 """Seconds after a pause within which the process has received all messages from before its end."""
-_TICK = 1.0
+_TICK_SECONDS = 1.0
 
-LATE = "the worker was stopped for a while and has not begun this"
+LATE_COMMAND_ERROR = "the worker was stopped for a while and has not begun this"
 
 
 class Pauses:
@@ -61,32 +61,34 @@ class Pauses:
     async def watched(self) -> AsyncIterator[None]:
         """Run the ticks while the context is active."""
         self._ticked_at = clock.since_boot()
-        task = asyncio.create_task(self._run(), name="pauses")
+        task = asyncio.create_task(self._tick_forever(), name="pauses")
         try:
             yield
         finally:
             await cancellation.end(task)
 
-    async def _run(self) -> None:
+    async def _tick_forever(self) -> None:
         while True:
             self.tick(clock.since_boot())
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_TICK_SECONDS)
 
     def tick(self, now: float) -> None:
         """Record that this process runs at `now`."""
         paused, self._ticked_at = now - self._ticked_at, now
-        if paused > PAUSE_THRESHOLD:
+        if paused > PAUSE_THRESHOLD_SECONDS:
             self._over_at = now
             log.warning("this process did not run for %.0f s; commands from before are not begun", paused)
 
     def may_precede(self, arrived_at: float) -> bool:
-        """Return True if a message that arrived then may have been sent before the last pause ended."""
-        is_tick_overdue = arrived_at - self._ticked_at > PAUSE_THRESHOLD  # the first tick has not come yet
+        """Return True if a message that arrived at this time may be older than the end of the last pause."""
+        is_tick_overdue = (
+            arrived_at - self._ticked_at > PAUSE_THRESHOLD_SECONDS
+        )  # the first tick has not come yet
         return is_tick_overdue or arrived_at <= self._over_at + CATCH_UP_SECONDS
 
 
-CONCURRENT = 64
-_CONCURRENT = ("backend.install", "backend.upgrade", "backend.cancel")
+MAX_CONCURRENT_MESSAGES = 64
+_CONCURRENT_COMMANDS = ("backend.install", "backend.upgrade", "backend.cancel")
 
 
 _LISTED_METADATA = ("installed_at", "gallery_url", "version", "uri", "digest", "alias", "size")
@@ -112,8 +114,8 @@ class Commands:
         """Subscribe to the commands for `node_id`; end all other subscriptions."""
         await self.unsubscribe()
         subscriptions = self._subscriptions
-        for subject, handler, limit in self._table(node_id):
-            handler = self._while_subscribed(handler, subscriptions)
+        for subject, handler, limit in self._list_handlers(node_id):
+            handler = self._drop_after_unsubscribe(handler, subscriptions)
             subscriptions.append(await self.bus.subscribe(subject, handler, limit=limit))
 
     async def unsubscribe(self) -> None:
@@ -134,7 +136,7 @@ class Commands:
         """Refuse new installs and upgrades from now on, because the worker is shutting down."""
         self._shutting_down = True
 
-    def _table(self, node_id: str) -> list[tuple[str, Handler, int]]:
+    def _list_handlers(self, node_id: str) -> list[tuple[str, Handler, int]]:
         acts: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "backend.install": self._install,
             "backend.upgrade": self._upgrade,
@@ -146,24 +148,24 @@ class Commands:
             "model.stop": self._stop_model,
             "model.delete": self._delete_model,
         }
-        handlers = {command: self._handler(command, act) for command, act in acts.items()}
+        handlers = {command: self._create_handler(command, act) for command, act in acts.items()}
         for command in ("backend.install", "backend.upgrade", "backend.delete"):
             reply: Any = m.COMMANDS[command][1]
-            late = encode(reply(error=LATE, interrupted=True))
-            handlers[command] = self._unless_paused(handlers[command], late)
+            late = encode(reply(error=LATE_COMMAND_ERROR, interrupted=True))
+            handlers[command] = self._refuse_late_messages(handlers[command], late)
         # Without a reply: the controller repeats it until it gets one.
-        handlers["model.delete"] = self._unless_paused(handlers["model.delete"], None)
+        handlers["model.delete"] = self._refuse_late_messages(handlers["model.delete"], None)
         handlers |= {"backend.stop": self._stop_backend, "stop": self._stop_node}
         return [
             (
                 messages.subject(command, node_id),
                 handlers[command],
-                CONCURRENT if command in _CONCURRENT else 1,
+                MAX_CONCURRENT_MESSAGES if command in _CONCURRENT_COMMANDS else 1,
             )
             for command in m.COMMANDS
         ]
 
-    def _handler(self, command: str, act: Callable[[Any], Awaitable[Any]]) -> Handler:
+    def _create_handler(self, command: str, act: Callable[[Any], Awaitable[Any]]) -> Handler:
         kind, reply_kind = m.COMMANDS[command]
         assert reply_kind is not None
 
@@ -173,7 +175,7 @@ class Commands:
         async def handle(message: Message) -> bytes | None:
             started_at, outcome = clock.monotonic(), "failed"
             try:
-                request = kind() if kind is m.Nothing else decode(message.payload, kind)
+                request = kind() if kind is m.EmptyRequest else decode(message.payload, kind)
                 reply = await act(request)
                 outcome = "refused" if getattr(reply, "error", "") else "ok"
                 return encode(reply)
@@ -191,8 +193,8 @@ class Commands:
 
         return handle
 
-    def _unless_paused(self, handler: Handler, late: bytes | None) -> Handler:
-        """Return a handler that replies `late` to a message that may precede a pause."""
+    def _refuse_late_messages(self, handler: Handler, late: bytes | None) -> Handler:
+        """Wrap a handler: reply `late` to a message that may have been sent before the last pause ended."""
 
         async def handle(message: Message) -> bytes | None:
             if not self.pauses.may_precede(message.arrived_at):
@@ -202,8 +204,8 @@ class Commands:
 
         return handle
 
-    def _while_subscribed(self, handler: Handler, subscriptions: list[Subscription]) -> Handler:
-        """Return a handler that drops a message whose subscription has ended."""
+    def _drop_after_unsubscribe(self, handler: Handler, subscriptions: list[Subscription]) -> Handler:
+        """Wrap a handler: drop messages of subscriptions that have ended."""
 
         async def handle(message: Message) -> bytes | None:
             if self._subscriptions is subscriptions:
@@ -244,10 +246,10 @@ class Commands:
             ]
             stopped += await self.supervisor.ensure_stopped(late_keys, force=True)
         except (ClusterError, OSError) as error:
-            return report_stopped(stopped, error)
-        return report_stopped(stopped)
+            return stopped_engines_reply(stopped, error)
+        return stopped_engines_reply(stopped)
 
-    async def _list(self, _: m.Nothing) -> m.ListReply:
+    async def _list(self, _: m.EmptyRequest) -> m.ListReply:
         entries = await asyncio.to_thread(self.store.scan)
         return m.ListReply(
             backends=tuple(
@@ -322,7 +324,7 @@ class Commands:
 
 
 def delete_model(models: Path, name: str) -> None:
-    """Remove the folder `<models>/<name>`, or that file and its `<name>.*` siblings.
+    """Remove the folder `<models>/<name>`, or the file of that path and the files `<models>/<name>.*`.
 
     Raise InvalidInput for a name that points outside the folder.
     """

@@ -21,11 +21,11 @@ from localai_cluster.registries.access import Access, default_config
 from localai_cluster.worker.gpu_drivers import Simulation, parse_simulation
 
 MAX_PORT = 65535
-_BOTH = "Set both, or neither to have the control plane give them."
-_GALLERIES = 'a JSON list such as [{"name":"local","url":"file:///srv/index.yaml"}]'
-_GPUS = "groups such as 2x24GiB, 1x24GiB+1x48GiB or 2x24GiB:6GiB"
+_SET_BOTH_HINT = "Set both, or neither to have the control plane give them."
+_GALLERIES_FORMAT = 'a JSON list such as [{"name":"local","url":"file:///srv/index.yaml"}]'
+_TEST_GPUS_FORMAT = "groups such as 2x24GiB, 1x24GiB+1x48GiB or 2x24GiB:6GiB"
 Bus = Annotated[Servers, Format("the URL of a NATS server, such as nats://host:4222", parse_url, secret=True)]
-Galleries = Annotated[tuple[Gallery, ...], Format(_GALLERIES, decode_galleries)]
+Galleries = Annotated[tuple[Gallery, ...], Format(_GALLERIES_FORMAT, decode_galleries)]
 
 
 class Config(WorkerSettings):
@@ -34,7 +34,7 @@ class Config(WorkerSettings):
     nats_url: Bus | None
     backend_galleries: Galleries
     galleries: Galleries
-    test_gpus: Annotated[Simulation, Format(_GPUS, parse_simulation)] | None
+    test_gpus: Annotated[Simulation, Format(_TEST_GPUS_FORMAT, parse_simulation)] | None
 
     @property
     def without_effect(self) -> list[str]:
@@ -82,7 +82,7 @@ class Config(WorkerSettings):
     def problems(self) -> Iterator[Problem]:
         """Return the missing settings, and the problems of settings that contradict each other."""
         if not self.register_to:
-            yield Problem("LOCALAI_REGISTER_TO", "is not set", f"Use {env.SERVER_URL}.")
+            yield Problem("LOCALAI_REGISTER_TO", "is not set", f"Use {env.SERVER_URL_FORMAT_TEXT}.")
         required = self.registration_require_auth or self.distributed_require_auth
         if required and not self.registration_token:
             reason = "is not set, but authentication is required"
@@ -92,7 +92,7 @@ class Config(WorkerSettings):
             yield Problem("LOCALAI_ADDR", reason, "Use host:port, such as gpu-1.example:50051.")
         if bool(self.nats_jwt) != bool(self.nats_user_seed):
             missing = "LOCALAI_NATS_USER_SEED" if self.nats_jwt else "LOCALAI_NATS_JWT"
-            yield Problem(missing, "is not set", _BOTH)
+            yield Problem(missing, "is not set", _SET_BOTH_HINT)
         elif self.nats_jwt and not self.nats_url:
             yield Problem(
                 "LOCALAI_NATS_URL", "is not set, but credentials for it are", "Use nats://host:4222."
@@ -100,7 +100,7 @@ class Config(WorkerSettings):
         try:
             _ = self.nats
         except ValueError as error:
-            yield Problem("LOCALAI_NATS_JWT", f"cannot be used: {error}", _BOTH)
+            yield Problem("LOCALAI_NATS_JWT", f"cannot be used: {error}", _SET_BOTH_HINT)
         yield from super().problems()
 
 
@@ -118,16 +118,19 @@ class InvalidSettings(ClusterError):
     code = "invalid_settings"
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("\n".join(_line(problem) for problem in problems))
+        super().__init__("\n".join(_format_problem(problem) for problem in problems))
 
 
-def _line(problem: Problem) -> str:
+def _format_problem(problem: Problem) -> str:
     own_flag = next((f" ({flag(entry)})" for entry in SETTINGS if problem.setting in entry.names), "")
     return f"{problem.setting}{own_flag}: {problem.message}. {problem.hint}"
 
 
 def build(flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Config:
-    """Read the settings from flags (by field) and variables. Raise InvalidSettings."""
+    """Read the settings from `flags`, by field name, and from environment variables.
+
+    Raise InvalidSettings.
+    """
     reader = env.Environment(environment)
     config = reader.read(Config, flags)
     if reader.problems:

@@ -32,23 +32,23 @@ from localai_cluster.worker.identity import SECRET_BYTES, IdentityError, NodeIde
 
 log = logging.getLogger(__name__)
 
-CALL_LIMIT = 10.0
-ANSWER_LIMIT = 4 * 1024 * 1024
+CALL_TIMEOUT = 10.0
+MAX_RESPONSE_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a response; a node with thousands of replicas needs less."""
 MAX_ID_LENGTH = 255
-OPEN_LIMIT = 120.0
+OPEN_FILE_TIMEOUT = 120.0
 """Maximum seconds until the headers of a file have arrived (worker.md §18.6)."""
-MAX_WAIT = 30.0
-DOWNGRADE_PAUSE = 60.0
+MAX_RETRY_AFTER_SECONDS = 30.0
+DOWNGRADE_RECHECK_SECONDS = 60.0
 """Seconds between two checks whether a server identifies nodes by their secrets again."""
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
-NODE_ERROR = "node_error"
+NODE_ERROR_TYPE = "node_error"
 """Value of `type` in every error of the node routes; a 404 of another server lacks it."""
-REGISTER = "/api/node/register"
-NO_NODE = "00000000-0000-0000-0000-000000000000"
-PENDING = "pending"
+REGISTER_PATH = "/api/node/register"
+UNKNOWN_NODE_ID = "00000000-0000-0000-0000-000000000000"
+PENDING_STATUS = "pending"
 
 
 class CallFailed(ClusterError):
@@ -77,7 +77,7 @@ class CallFailed(ClusterError):
 
 
 class DowngradeRefused(CallFailed):
-    """The server has accepted the node's secret before and ignores it now, so the worker refuses it."""
+    """The server accepted the node's secret before and ignores it now, so the worker refuses the server."""
 
     code = "downgrade_refused"
 
@@ -87,7 +87,7 @@ class DowngradeRefused(CallFailed):
             "frontend, which knows no secrets. This worker waits until LocalAI Cluster is back."
             " If the server was replaced on purpose, start the worker with --allow-stock-frontend "
             "(LOCALAI_WORKER_ALLOW_STOCK_FRONTEND=true)",
-            wait=DOWNGRADE_PAUSE,
+            wait=DOWNGRADE_RECHECK_SECONDS,
         )
 
 
@@ -135,32 +135,34 @@ class ControlPlane:
         if self._must_know_secrets and not await self.knows_secrets():
             # A registration would make the node healthy there, and requests would be sent to it.
             raise DowngradeRefused(self.base_url)
-        headers = _bearer(self.token)
+        headers = _bearer_header(self.token)
         values = {**body, **({"token": self.token} if self.token else {})}
-        response = await self._with_secret(
-            lambda secret: self._call("POST", REGISTER, headers | {SECRET_HEADER: secret}, values)
+        response = await self._call_with_secret(
+            lambda secret: self._send_call("POST", REGISTER_PATH, headers | {SECRET_HEADER: secret}, values)
         )
-        node_id = _text(response.get("id")) if isinstance(response, dict) else ""
+        node_id = _text_or_empty(response.get("id")) if isinstance(response, dict) else ""
         if not 0 < len(node_id) <= MAX_ID_LENGTH:
             raise CallFailed("the control plane answered the registration without a node id")
-        await self._check_kind(kind := await self._kind_of(response))
-        bus = {name: _text(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
-        return Registered(node_id, _text(response.get("status")), kind, **bus)
+        await self._refuse_downgrade(kind := await self._detect_kind(response))
+        bus = {
+            name: _text_or_empty(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")
+        }
+        return Registered(node_id, _text_or_empty(response.get("status")), kind, **bus)
 
     @property
     def _must_know_secrets(self) -> bool:
         """True if the server has accepted this worker's secret and therefore must know it."""
         return not self.allow_stock and self.identity.is_accepted_by(self.base_url)
 
-    async def _kind_of(self, response: Mapping[str, Any]) -> ServerKind:
+    async def _detect_kind(self, response: Mapping[str, Any]) -> ServerKind:
         # Only LocalAI Cluster answers with the secret's fingerprint; older versions said where the bus is,
         # but not to a node that awaits its approval.
         is_cluster = response.get("fingerprint") == self.identity.fingerprint or response.get("nats_url")
-        if not is_cluster and response.get("status") == PENDING:
+        if not is_cluster and response.get("status") == PENDING_STATUS:
             is_cluster = await self.knows_secrets()
         return ServerKind.CLUSTER if is_cluster else ServerKind.STOCK
 
-    async def _check_kind(self, kind: ServerKind) -> None:
+    async def _refuse_downgrade(self, kind: ServerKind) -> None:
         if kind is ServerKind.CLUSTER:
             await asyncio.to_thread(self.identity.record_acceptance, self.base_url)
         elif self._must_know_secrets:
@@ -175,10 +177,10 @@ class ControlPlane:
         other response.
         """
         try:
-            path = _path(NO_NODE, "models")
-            await self._call("GET", path, _bearer(secrets.token_hex(SECRET_BYTES)), None)
+            path = _node_path(UNKNOWN_NODE_ID, "models")
+            await self._send_call("GET", path, _bearer_header(secrets.token_hex(SECRET_BYTES)), None)
         except CallFailed as error:
-            if error.http_status == 404 and error.kind != NODE_ERROR:
+            if error.http_status == 404 and error.kind != NODE_ERROR_TYPE:
                 raise CallFailed(f"the server at {self.base_url} is not LocalAI: {error}", 404) from error
             if error.http_status not in (401, 403, 404):
                 raise
@@ -191,11 +193,11 @@ class ControlPlane:
         The call registers without a name. Every server refuses that, but it checks the token first (worker.md
         §5.1). Raise CallFailed.
         """
-        headers = _bearer(self.token)
+        headers = _bearer_header(self.token)
         if kind is ServerKind.CLUSTER:  # a known node goes on when the token is replaced
             headers |= {SECRET_HEADER: self.identity.secret}
         try:
-            await self._call("POST", REGISTER, headers, {"name": "", "token": self.token})
+            await self._send_call("POST", REGISTER_PATH, headers, {"name": "", "token": self.token})
         except CallFailed as error:
             if error.http_status not in (400, 401, 403):
                 raise
@@ -227,37 +229,37 @@ class ControlPlane:
 
         `headers` may request a part of the file. The caller closes the response.
         """
-        path = _path(node_id, f"gallery/{quote(file, safe='')}")
+        path = _node_path(node_id, f"gallery/{quote(file, safe='')}")
 
         async def call(secret: str) -> httpx.Response:
-            return await self._open(path, {**headers, **_bearer(secret)})
+            return await self._open_stream(path, {**headers, **_bearer_header(secret)})
 
         response: httpx.Response = await self._call_rotating_secret(node_id, call)
         return response
 
     async def _call_node(self, method: str, node_id: str, action: str, body: Any) -> Any:
         async def call(secret: str) -> Any:
-            return await self._call(method, _path(node_id, action), _bearer(secret), body)
+            return await self._send_call(method, _node_path(node_id, action), _bearer_header(secret), body)
 
         return await self._call_rotating_secret(node_id, call)
 
     async def _call_rotating_secret(self, node_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call with the node's secret; replace the secret first if that is requested.
+        """Send a call with the node's secret. If the server requests a new secret, replace it and repeat.
 
         A stock frontend gets the registration token instead of the secret.
         """
         if self.kind is ServerKind.STOCK:
             return await call(self.token)
         try:
-            return await self._with_secret(call)
+            return await self._call_with_secret(call)
         except CallFailed as refusal:
             if not refusal.rotate:
                 raise
-        await self._rotate(node_id)
+        await self._rotate_secret(node_id)
         return await call(self.identity.secret)
 
-    async def _with_secret(self, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call with the secret; during an unfinished rotation, also try its successor."""
+    async def _call_with_secret(self, call: Callable[[str], Awaitable[Any]]) -> Any:
+        """Send a call with the secret. During an unfinished rotation, also try the next secret."""
         try:
             return await call(self.identity.secret)
         except CallFailed as refusal:
@@ -266,7 +268,7 @@ class ControlPlane:
             if not is_rejected or not self.identity.successor:
                 raise
             response = await self._call_with_successor(call, refusal)
-        await self._promote()
+        await self._promote_secret()
         return response
 
     async def _call_with_successor(self, call: Callable[[str], Awaitable[Any]], refusal: CallFailed) -> Any:
@@ -275,71 +277,71 @@ class ControlPlane:
         except CallFailed as error:
             raise (refusal if error.is_credential_refused else error) from None
 
-    async def _rotate(self, node_id: str) -> None:
+    async def _rotate_secret(self, node_id: str) -> None:
         """Replace the secret. Raise CallFailed."""
         try:
             successor = await asyncio.to_thread(self.identity.prepare)
         except IdentityError as problem:
             raise CallFailed(f"the control plane requests a new secret: {problem.message}") from problem
-        headers = _bearer(self.identity.secret) | {NEW_SECRET_HEADER: successor}
-        await self._call("POST", _path(node_id, "rotate"), headers, {})
-        await self._promote()
+        headers = _bearer_header(self.identity.secret) | {NEW_SECRET_HEADER: successor}
+        await self._send_call("POST", _node_path(node_id, "rotate"), headers, {})
+        await self._promote_secret()
 
-    async def _promote(self) -> None:
+    async def _promote_secret(self) -> None:
         await asyncio.to_thread(self.identity.promote)
         log.info("secret replaced fingerprint=%s", group_characters(self.identity.fingerprint))
 
-    async def _call(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Any:
+    async def _send_call(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Any:
         headers = {**headers, INSTANCE_HEADER: self.instance}
         try:
-            async with asyncio.timeout(CALL_LIMIT):
+            async with asyncio.timeout(CALL_TIMEOUT):
                 url = self.base_url + path
                 async with self.client.stream(method, url, headers=headers, json=body) as response:
-                    content = _decode(await self._read(response))
+                    content = _decode_json(await self._read_body(response))
         except (httpx.HTTPError, TimeoutError) as error:
-            raise self._no_response(error) from error
+            raise self._no_response_error(error) from error
         if not response.is_success:
             raise _refusal_error(response, content)
         return content
 
-    async def _read(self, response: httpx.Response) -> bytes:
+    async def _read_body(self, response: httpx.Response) -> bytes:
         body = await untrusted.read_at_most(response.aiter_bytes(), ANSWER_LIMIT)
-        if len(body) > ANSWER_LIMIT:
-            raise CallFailed(f"{self.base_url} answers with more than {ANSWER_LIMIT} bytes")
+        if len(body) > MAX_RESPONSE_BYTES:
+            raise CallFailed(f"{self.base_url} answers with more than {MAX_RESPONSE_BYTES} bytes")
         return body
 
-    async def _open(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
+    async def _open_stream(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
         headers = {**headers, INSTANCE_HEADER: self.instance}
         request = self.client.build_request("GET", self.base_url + path, headers=headers, timeout=None)
         try:
-            async with asyncio.timeout(OPEN_LIMIT):
+            async with asyncio.timeout(OPEN_FILE_TIMEOUT):
                 response = await self.client.send(request, stream=True, follow_redirects=False)
                 if response.status_code in (200, 206, 416):
                     return response
                 try:
-                    raise _refusal_error(response, _decode(await self._read(response)))
+                    raise _refusal_error(response, _decode_json(await self._read_body(response)))
                 finally:
                     await response.aclose()
         except (httpx.HTTPError, TimeoutError) as error:
-            raise self._no_response(error) from error
+            raise self._no_response_error(error) from error
 
-    def _no_response(self, error: Exception) -> CallFailed:
+    def _no_response_error(self, error: Exception) -> CallFailed:
         return CallFailed(f"no answer from {self.base_url}: {error or type(error).__name__}")
 
 
-def _text(value: Any) -> str:
+def _text_or_empty(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _path(node_id: str, action: str) -> str:
+def _node_path(node_id: str, action: str) -> str:
     return f"/api/node/{quote(node_id, safe='')}/{action}"
 
 
-def _bearer(secret: str) -> dict[str, str]:
+def _bearer_header(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"} if secret else {}
 
 
-def _decode(body: bytes) -> Any:
+def _decode_json(body: bytes) -> Any:
     """Return the JSON value of a body; None if the body is not JSON."""
     try:
         return None if untrusted.json_problem(body) else json.loads(body)
@@ -351,31 +353,31 @@ def _refusal_error(response: httpx.Response, content: Any) -> CallFailed:
     """Return the error for an unsuccessful response; `content` is the JSON value of its body."""
     status = response.status_code
     return CallFailed(
-        f"{response.request.method} {response.request.url.path}: {status} {_reason(response, content)}",
+        f"{response.request.method} {response.request.url.path}: {status} {_error_text(response, content)}",
         status,
         rotate=status == 401 and isinstance(content, dict) and content.get("rotate") is True,
-        wait=_wait(response) if status == 429 else 0.0,
-        kind=_kind(content),
+        wait=_retry_after(response) if status == 429 else 0.0,
+        kind=_error_type(content),
     )
 
 
-def _reason(response: httpx.Response, content: Any) -> str:
-    """Return the message in any of the control plane's error envelopes, shortened."""
+def _error_text(response: httpx.Response, content: Any) -> str:
+    """Return the error message of a response, shortened. The control plane has several formats of errors."""
     if response.is_redirect:
         return "redirects are not followed; set LOCALAI_REGISTER_TO to the control plane itself"
     error = content.get("error", "") if isinstance(content, dict) else ""
     return names.to_single_line(str(error.get("message", "") if isinstance(error, dict) else error)[:300])
 
 
-def _kind(content: Any) -> str:
+def _error_type(content: Any) -> str:
     error = content.get("error") if isinstance(content, dict) else None
-    return _text(error.get("type")) if isinstance(error, dict) else ""
+    return _text_or_empty(error.get("type")) if isinstance(error, dict) else ""
 
 
-def _wait(response: httpx.Response) -> float:
+def _retry_after(response: httpx.Response) -> float:
     """Return the seconds of `Retry-After`, 0 without the header.
 
     The result is at most 30 s, so that the node does not go offline.
     """
     text = response.headers.get("retry-after", "").strip()
-    return min(float(text), MAX_WAIT) if text.isascii() and text.isdigit() else 0.0
+    return min(float(text), MAX_RETRY_AFTER_SECONDS) if text.isascii() and text.isdigit() else 0.0

@@ -35,7 +35,7 @@ from localai_cluster.worker.backend_store import PARTIAL_PREFIX, remove_old_part
 from localai_cluster.worker.cancellation import Halt, in_thread, wait_for_thread
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.source_files import (
-    CHUNK,
+    CHUNK_BYTES,
     BadSource,
     DiskFull,
     OnBytes,
@@ -47,18 +47,18 @@ from localai_cluster.worker.source_files import (
 
 log = logging.getLogger(__name__)
 
-HEADERS_LIMIT = 120.0
+HEADERS_TIMEOUT = 120.0
 """Seconds until the headers of a response must have arrived."""
-STALL_LIMIT = 60.0
+STALL_TIMEOUT = 60.0
 """Seconds without a byte of the body after which a response counts as stalled."""
-MAX_BYTES = 64 * 1024**3
+MAX_ARCHIVE_BYTES = 64 * 1024**3
 """Maximum bytes of an archive, packed or unpacked."""
 RETRY_PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
 """Seconds before each retry. After an attempt that received a mebibyte, the list starts again."""
 PARALLEL_DOWNLOADS = 4
 """Maximum number of parallel downloads."""
-_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
-_LENGTH = re.compile(r"\d{1,15}")
+_CONTENT_RANGE_PATTERN = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
+_CONTENT_LENGTH_PATTERN = re.compile(r"\d{1,15}")
 
 OpenServed = Callable[[str, Mapping[str, str]], Awaitable[httpx.Response]]
 """Opens a file of the control plane's own gallery, given its name and headers. Raises CallFailed."""
@@ -100,7 +100,7 @@ class Archive:
 
 
 @dataclass(frozen=True)
-class _Range:
+class _BodyRange:
     """The range of a response's body: bytes from `start`, of `total` (0 = unknown)."""
 
     start: int
@@ -123,7 +123,7 @@ def partial_path(folder: Path, name: str, url: str, sha256: str) -> Path:
 
 
 class Downloads:
-    """The downloads of one worker. The copies of the worker share `throttle`."""
+    """Downloads archives for one worker. `throttle` limits them together with the copies of local folders."""
 
     def __init__(self, client: httpx.AsyncClient, served: OpenServed, throttle: Throttle) -> None:
         self._client = client
@@ -149,40 +149,40 @@ class Downloads:
             raise
 
     async def _fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
-        is_resumed = await asyncio.to_thread(_resume_size, archive) > 0
+        is_resumed = await asyncio.to_thread(_resumable_size, archive) > 0
         sha256 = await self._download_with_retries(archive, on_bytes, halt)
-        problem = await in_thread(_problem, archive, sha256, halt)
+        problem = await in_thread(_verify_hash, archive, sha256, halt)
         if problem and is_resumed:
             log.warning("%s: %s; downloading all of it again", _public_url(archive), problem)
             sha256 = await self._download_with_retries(archive, on_bytes, halt)
-            problem = await in_thread(_problem, archive, sha256, halt)
+            problem = await in_thread(_verify_hash, archive, sha256, halt)
         if problem:
             raise WrongHash(f"{_public_url(archive)}: {problem}")
 
     async def _download_with_retries(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
         """Return the SHA-256 of the file in hex; "" if the download has not read all bytes."""
-        retries, size_before = 0, await asyncio.to_thread(_resume_size, archive)
+        retries, size_before = 0, await asyncio.to_thread(_resumable_size, archive)
         while True:
             try:
-                return await self._resume(archive, on_bytes, halt)
+                return await self._resume_download(archive, on_bytes, halt)
             except (httpx.HTTPError, TimeoutError) as error:
-                problem = _reason(error)
+                problem = _connection_problem(error)
             except (httpx.InvalidURL, ValueError) as error:
                 raise DownloadFailed(f"{_public_url(archive)}: {error}") from error
             except DownloadFailed as error:
                 problem = error.message
                 if error.permanent:
                     raise DownloadFailed(f"{_public_url(archive)}: {problem}") from error
-            size = await asyncio.to_thread(_resume_size, archive)
-            retries, size_before = (0 if size >= size_before + CHUNK else retries), size
+            size = await asyncio.to_thread(_resumable_size, archive)
+            retries, size_before = (0 if size >= size_before + CHUNK_BYTES else retries), size
             if retries == len(RETRY_PAUSES):
                 raise DownloadFailed(f"{_public_url(archive)}: {problem}", can_retry=True)
             log.warning("%s: %s; trying again at byte %d", _public_url(archive), problem, size)
             await asyncio.sleep(RETRY_PAUSES[retries])
             retries += 1
 
-    async def _resume(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
-        offset = await asyncio.to_thread(_resume_size, archive)
+    async def _resume_download(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
+        offset = await asyncio.to_thread(_resumable_size, archive)
         async with self._open(archive, {"Range": f"bytes={offset}-"} if offset else {}) as answer:
             part = _response_range(answer, offset)
             if part is None:
@@ -192,10 +192,10 @@ class Downloads:
                 offset = 0
             await asyncio.to_thread(_check_disk_space, archive.partial, offset, part.total)
             digest = await in_thread(_digest_of_start, archive, offset, halt)
-            await self._receive(answer, archive, _Progress(offset, part.total, digest), on_bytes)
+            await self._receive_body(answer, archive, _Progress(offset, part.total, digest), on_bytes)
             return str(digest.hexdigest())
 
-    async def _receive(
+    async def _receive_body(
         self, answer: httpx.Response, archive: Archive, progress: "_Progress", on_bytes: OnBytes
     ) -> None:
         name = _public_url(archive).rpartition("/")[2]
@@ -206,13 +206,15 @@ class Downloads:
             writing = asyncio.get_running_loop().create_future()
             writing.set_result(None)
             try:
-                async for piece in read_pieces(answer.aiter_raw(), self._throttle.piece, STALL_LIMIT):
-                    if offset + len(piece) > (archive.size or MAX_BYTES):
+                async for piece in read_pieces(answer.aiter_raw(), self._throttle.piece_bytes, STALL_TIMEOUT):
+                    if offset + len(piece) > (archive.size or MAX_ARCHIVE_BYTES):
                         await wait_for_thread(writing)
                         archive.partial.unlink(missing_ok=True)
-                        raise DownloadFailed(f"longer than {archive.size or MAX_BYTES} bytes")
+                        raise DownloadFailed(f"longer than {archive.size or MAX_ARCHIVE_BYTES} bytes")
                     await wait_for_thread(writing)
-                    writing = asyncio.ensure_future(asyncio.to_thread(_write, archive, file, digest, piece))
+                    writing = asyncio.ensure_future(
+                        asyncio.to_thread(_write_piece, archive, file, digest, piece)
+                    )
                     offset += len(piece)
                     on_bytes(offset, max(total, offset) if total else 0, name)
                     await asyncio.sleep(self._throttle.pause(len(piece)))
@@ -235,7 +237,7 @@ class Downloads:
         else:
             _ = urlsplit(archive.url).port  # ValueError for an invalid port
             request = self._client.build_request("GET", archive.url, headers=request_headers, timeout=None)
-            async with asyncio.timeout(HEADERS_LIMIT):
+            async with asyncio.timeout(HEADERS_TIMEOUT):
                 answer = await self._client.send(request, stream=True, follow_redirects=True)
         try:
             if answer.status_code not in (200, 206, 416):
@@ -272,25 +274,25 @@ def _is_retryable(status: int) -> bool:
     return status in (0, 408, 429) or status >= 500
 
 
-def _response_range(answer: httpx.Response, offset: int) -> _Range | None:
+def _response_range(answer: httpx.Response, offset: int) -> _BodyRange | None:
     """Return the range of the response to a download that already has `offset` bytes.
 
     The result is None if no bytes follow. Raise DownloadFailed for another range.
     """
     if answer.status_code == 200:
         length = answer.headers.get("content-length", "")
-        return _Range(0, int(length) if _LENGTH.fullmatch(length) else 0)
-    match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+        return _BodyRange(0, int(length) if _CONTENT_LENGTH_PATTERN.fullmatch(length) else 0)
+    match = _CONTENT_RANGE_PATTERN.fullmatch(answer.headers.get("content-range", ""))
     if answer.status_code == 416 and offset:
         return None
     if match is None or match[1] is None or int(match[1]) != offset:
         raise DownloadFailed(f"HTTP status {answer.status_code} with another part than the one asked for")
-    return _Range(offset, int(match[2]))
+    return _BodyRange(offset, int(match[2]))
 
 
 def _check_disk_space(partial: Path, offset: int, total: int) -> None:
-    if total > MAX_BYTES:
-        raise BadSource(f"{total} bytes are more than the {MAX_BYTES} that an archive may have")
+    if total > MAX_ARCHIVE_BYTES:
+        raise BadSource(f"{total} bytes are more than the {MAX_ARCHIVE_BYTES} that an archive may have")
     check_free_space(partial.parent, max(total - offset, 0))
 
 
@@ -308,7 +310,7 @@ def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
         return hash_of(file, halt, size)
 
 
-def _write(archive: Archive, file: BinaryIO, digest: Any, piece: bytes) -> None:
+def _write_piece(archive: Archive, file: BinaryIO, digest: Any, piece: bytes) -> None:
     # The length may be unknown, and others fill the disk as well.
     check_free_space(archive.partial.parent, len(piece))
     file.write(piece)
@@ -322,7 +324,7 @@ def hash_problem(actual: str, sha256: str, source: str = "gallery") -> str:
     return f"its sha256 is {actual}, the {source} says {sha256[:64]}"
 
 
-def _problem(archive: Archive, sha256: str, halt: Halt) -> str:
+def _verify_hash(archive: Archive, sha256: str, halt: Halt) -> str:
     """Verify the hash of the downloaded file; return the problem, or "". Remove a wrong file.
 
     If `sha256` is empty, read the file to compute the hash.
@@ -336,10 +338,10 @@ def _problem(archive: Archive, sha256: str, halt: Halt) -> str:
     return problem
 
 
-def _resume_size(archive: Archive) -> int:
-    """Return the number of bytes after which to resume.
+def _resumable_size(archive: Archive) -> int:
+    """Return the number of bytes of the partial file that a download can keep.
 
-    This is 0 without a hash, because only a hash detects a mixture of two files.
+    It is 0 without a hash, because only a hash detects a mixture of two files.
     """
     try:
         return archive.partial.lstat().st_size if archive.sha256 else 0
@@ -347,7 +349,7 @@ def _resume_size(archive: Archive) -> int:
         return 0
 
 
-def _reason(error: Exception) -> str:
+def _connection_problem(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return f"connection lost: {error or type(error).__name__}"
@@ -366,7 +368,7 @@ class PulledImage:
 
 
 class Images:
-    """The image downloads of one worker. The partial files are in `folder`."""
+    """Downloads the layers of images for one worker, to partial files in `folder`."""
 
     def __init__(self, registries: Registries, downloads: Downloads, folder: Path) -> None:
         self._registries = registries
@@ -377,13 +379,13 @@ class Images:
         self, reference: ImageReference, backend: str, on_bytes: OnBytes, halt: Halt
     ) -> PulledImage:
         """Download the layers of an image for `backend`. Raise RegistryError and as `Downloads.fetch`."""
-        image = await self._image(reference)
+        image = await self._read_manifest(reference)
         layers = list(dict.fromkeys(image.layers))
         total = sum(layer.size for layer in layers)
-        if total > MAX_BYTES:
-            raise RegistryError(f"{reference} has more than {MAX_BYTES} bytes")
+        if total > MAX_ARCHIVE_BYTES:
+            raise RegistryError(f"{reference} has more than {MAX_ARCHIVE_BYTES} bytes")
         log.info("%s is %s: %d layers, %d bytes", reference, image.digest, len(layers), total)
-        archives = {layer.digest: self._archive(reference, layer, backend) for layer in layers}
+        archives = {layer.digest: self._layer_archive(reference, layer, backend) for layer in layers}
         try:
             await asyncio.to_thread(self._check_disk_space, archives.values(), total)
             done = 0
@@ -404,7 +406,7 @@ class Images:
         present = sum(archive.partial.stat().st_size for archive in archives if archive.partial.exists())
         check_free_space(self._folder, max(total - present, 0), "bytes of layers")
 
-    async def _image(self, reference: ImageReference) -> Image:
+    async def _read_manifest(self, reference: ImageReference) -> Image:
         """Read the image's manifest; retry transient failures."""
         for pause in (*RETRY_PAUSES[:3], None):
             try:
@@ -416,7 +418,7 @@ class Images:
                 await asyncio.sleep(pause)
         raise AssertionError  # the last attempt returns or raises
 
-    def _archive(self, reference: ImageReference, layer: Descriptor, backend: str) -> Archive:
+    def _layer_archive(self, reference: ImageReference, layer: Descriptor, backend: str) -> Archive:
         name = f"{reference.host}/{reference.path}@{layer.digest}"
         sha256 = layer.digest.removeprefix("sha256:")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from localai_cluster.kit import cancellation, clock
 
-MAX_REPORTS = 32
+MAX_REPORTS_PER_HEARTBEAT = 32
 """Maximum number of reports in one heartbeat; a control plane accepts twice as many."""
-REPEAT_SECONDS = 15.0
+REPORT_REPEAT_SECONDS = 15.0
 """Seconds after an engine's end during which every heartbeat repeats the report."""
 REPORT_MAX_AGE_SECONDS = 300.0
 """Seconds after an engine's end at which its report is dropped.
@@ -36,12 +36,12 @@ class Exit:
 
     @property
     def report(self) -> dict[str, str]:
-        """The entry for this exit in a heartbeat."""
+        """The entry for this exit in the body of a heartbeat."""
         return {"process_key": self.process_key, "address": self.address}
 
 
 class Exits:
-    """The engine exits of one worker. For one event loop.
+    """The engine exits of one worker that a heartbeat must report. Use it on one event loop.
 
     `host` is the host of the engine addresses in install replies.
     """
@@ -66,13 +66,13 @@ class Exits:
         """Return the exits for the next heartbeat; exits without an answered report come first."""
         limit = clock.monotonic() - REPORT_MAX_AGE_SECONDS
         self._exits = [ended for ended in self._exits if ended.at > limit]
-        return sorted(self._exits, key=lambda ended: ended.is_reported)[:MAX_REPORTS]
+        return sorted(self._exits, key=lambda ended: ended.is_reported)[:MAX_REPORTS_PER_HEARTBEAT]
 
-    def answered(self, reported: Sequence[Exit], sent_at: float) -> None:
+    def record_answer(self, reported: Sequence[Exit], sent_at: float) -> None:
         """Record that a heartbeat with these exits, sent at `sent_at`, was answered."""
         for ended in reported:
             ended.is_reported = True
-        completed = {ended for ended in reported if sent_at - ended.at >= REPEAT_SECONDS}
+        completed = {ended for ended in reported if sent_at - ended.at >= REPORT_REPEAT_SECONDS}
         self._exits = [ended for ended in self._exits if ended not in completed]
         if any(not ended.is_reported for ended in self._exits):
             self._wake_up.set()

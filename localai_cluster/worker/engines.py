@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 ALL_INTERFACES = "0.0.0.0"
 READY_POLL_SECONDS = 0.2
-READY_PROBE_SECONDS = 2.0
-START_SECONDS = 30.0
-FREE_SECONDS = 5.0
-GRACE_SECONDS = 15.0
+READY_PROBE_TIMEOUT = 2.0
+START_TIMEOUT = 30.0
+FREE_TIMEOUT = 5.0
+SIGTERM_GRACE_SECONDS = 15.0
 LAST_OUTPUT_LINES = 20
-PLAIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+DEFAULT_PATH_VARIABLE = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
 
 
@@ -71,7 +71,7 @@ class Engine:
     folder: Path
     folder_identity: tuple[int, int]
     process: asyncio.subprocess.Process
-    output: "tuple[_Pipe, _Pipe]"
+    output: "tuple[_PipeReader, _PipeReader]"
     """Read ends of the pipes of stdout and stderr."""
     group: processes.Group
     client: BackendClient
@@ -182,7 +182,7 @@ class EngineSupervisor:
             await self._wait_ready(engine)
         except BaseException:
             engine.stopping = True
-            await self._end(engine)
+            await self._end_process(engine)
             raise
         engine.ready.set()
         log.info("ready key=%s port=%d", key, port)
@@ -202,8 +202,8 @@ class EngineSupervisor:
         if engine.stopping:
             return replace(reply, error="is already being stopped")
         engine.stopping = True
-        freed, error = (False, "") if force else await self._free(engine)
-        if not await self._end(engine):
+        freed, error = (False, "") if force else await self._free_memory(engine)
+        if not await self._end_process(engine):
             engine.stopping = False
             return replace(reply, freed=freed, error=f"process {engine.process.pid} cannot be killed")
         return replace(reply, freed=freed, terminated=True, error=error)
@@ -220,7 +220,7 @@ class EngineSupervisor:
                 continue
             outcome = await self.stop(key, force=force)
             if not outcome.terminated and engine.stopping:
-                await cancellation.wait_for(engine.ended, FREE_SECONDS + 2 * GRACE_SECONDS)
+                await cancellation.wait_for(engine.ended, FREE_TIMEOUT + 2 * SIGTERM_GRACE_SECONDS)
             if not engine.ended.is_set():
                 raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended_keys))
             ended_keys.append(key)
@@ -231,7 +231,7 @@ class EngineSupervisor:
 
         An engine without `Free` keeps its memory until it stops, which is no error (nats.md §4.9).
         """
-        return (await self._free(engine, must=False))[1]
+        return (await self._free_memory(engine, must=False))[1]
 
     def hurry(self) -> None:
         """Skip graceful stops from now on."""
@@ -264,8 +264,10 @@ class EngineSupervisor:
         variables[processes.MARK_VARIABLE] = mark = f"{self.reaper.mark}/{secrets.token_hex(8)}"
         launched = self._launching[key] = asyncio.Event()
         try:
-            process, output = await _spawn([program, "--addr", f"{self.bind_host}:{port}"], folder, variables)
-            group = self.reaper.add(process.pid, seconds=GRACE_SECONDS)
+            process, output = await _spawn_with_pipes(
+                [program, "--addr", f"{self.bind_host}:{port}"], folder, variables
+            )
+            group = self.reaper.add(process.pid, seconds=SIGTERM_GRACE_SECONDS)
             client = BackendClient(f"{LOOPBACK}:{port}", token)
             engine = Engine(
                 key,
@@ -285,31 +287,33 @@ class EngineSupervisor:
         finally:
             del self._launching[key]
             launched.set()
-        watcher = asyncio.create_task(self._watch(engine), name=f"engine {key}")
+        watcher = asyncio.create_task(self._watch_until_ended(engine), name=f"engine {key}")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return engine
 
     async def _wait_ready(self, engine: Engine) -> None:
-        deadline = clock.monotonic() + START_SECONDS
+        deadline = clock.monotonic() + START_TIMEOUT
         while clock.monotonic() < deadline:
             await cancellation.wait_for(engine.ended, READY_POLL_SECONDS)
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
             if engine.ended.is_set():
-                raise StartFailed(_failure_with_output(engine, f"died during startup ({_exit_text(engine)})"))
+                raise StartFailed(
+                    _failure_with_output(engine, f"died during startup ({_describe_exit(engine)})")
+                )
             with contextlib.suppress(BackendError):
                 if (
-                    await engine.client.health(READY_PROBE_SECONDS)
+                    await engine.client.health(READY_PROBE_TIMEOUT)
                     and not engine.stopping
                     and not engine.ended.is_set()
                 ):
                     return
-        raise StartFailed(_failure_with_output(engine, f"was not ready within {START_SECONDS:g} s"))
+        raise StartFailed(_failure_with_output(engine, f"was not ready within {START_TIMEOUT:g} s"))
 
-    async def _free(self, engine: Engine, *, must: bool = True) -> tuple[bool, str]:
+    async def _free_memory(self, engine: Engine, *, must: bool = True) -> tuple[bool, str]:
         try:
-            result = await engine.client.free(FREE_SECONDS)
+            result = await engine.client.free(FREE_TIMEOUT)
         except BackendError as error:
             if isinstance(error, Unimplemented) and not must:
                 return False, ""
@@ -317,26 +321,26 @@ class EngineSupervisor:
             return False, f"Free: {error.message}"
         return result.success, "" if result.success else f"Free: {result.message or 'refused'}"
 
-    async def _end(self, engine: Engine) -> bool:
-        """Send SIGTERM to the process group, and SIGKILL after `GRACE_SECONDS` seconds.
+    async def _end_process(self, engine: Engine) -> bool:
+        """Send SIGTERM to the process group, and SIGKILL after `SIGTERM_GRACE_SECONDS` seconds.
 
         Return True if the process has ended.
         """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._is_hurried)
-        return await cancellation.wait_for(engine.ended, FREE_SECONDS)
+        return await cancellation.wait_for(engine.ended, FREE_TIMEOUT)
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch_until_ended(self, engine: Engine) -> None:
         """Read the engine's output until the process ends, then clean up."""
         process = engine.process
         pumps = [
-            asyncio.create_task(self._pump(engine, pipe.stream, name))
+            asyncio.create_task(self._store_output(engine, pipe.stream, name))
             for pipe, name in zip(engine.output, ("stdout", "stderr"), strict=True)
         ]
         await process.wait()
         if not engine.stopping:
             metrics.ENGINE_CRASHES.inc()
-            log.warning("engine ended key=%s %s", engine.key, _exit_text(engine))
+            log.warning("engine ended key=%s %s", engine.key, _describe_exit(engine))
             if engine.ready.is_set():
                 # If it was never ready, the reply of the starting command reports the failure.
                 self.exits.add(engine.key, engine.port)
@@ -346,8 +350,8 @@ class EngineSupervisor:
         await cancellation.end(*pumps)
         for pipe in engine.output:
             pipe.transport.close()
-        self._note(engine, f"[engine ended: {_exit_text(engine)}]")
-        self.rings.ended(engine.key)
+        self._append_note(engine, f"[engine ended: {_describe_exit(engine)}]")
+        self.rings.mark_ended(engine.key)
         self.reaper.discard(process.pid)
         self.ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
@@ -355,7 +359,7 @@ class EngineSupervisor:
         engine.ended.set()
         await engine.client.close()
 
-    async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
+    async def _store_output(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
         async for line in read_lines(stream):
             text = clean_line(line, engine.token)
             if name == "stderr":
@@ -363,22 +367,22 @@ class EngineSupervisor:
             self.rings.append(engine.key, LogLine(clock.now(), name, text))
             log.debug("%s %s: %s", engine.key, name, text)
 
-    def _note(self, engine: Engine, text: str) -> None:
+    def _append_note(self, engine: Engine, text: str) -> None:
         """Append a line of the worker to the engine's output, for events that no engine can log."""
         self.rings.append(engine.key, LogLine(clock.now(), "stderr", text))
 
 
 @dataclass(frozen=True)
-class _Pipe:
+class _PipeReader:
     """The read end of a pipe."""
 
     stream: asyncio.StreamReader
     transport: asyncio.BaseTransport
 
 
-async def _spawn(
+async def _spawn_with_pipes(
     argv: Sequence[str], folder: Path, variables: dict[str, str]
-) -> tuple[asyncio.subprocess.Process, tuple[_Pipe, _Pipe]]:
+) -> tuple[asyncio.subprocess.Process, tuple[_PipeReader, _PipeReader]]:
     """Start an engine with one pipe for stdout and one for stderr. Raise OSError.
 
     With asyncio's own pipes, `wait` would return only after the last child of the engine has closed its
@@ -405,14 +409,14 @@ async def _spawn(
     return process, (output, errors)
 
 
-async def _open_pipe() -> tuple[_Pipe, int]:
+async def _open_pipe() -> tuple[_PipeReader, int]:
     """Open a pipe; return its read end and the file descriptor of its write end."""
     reading, writing = os.pipe()
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", buffering=0)
     )
-    return _Pipe(stream, transport), writing
+    return _PipeReader(stream, transport), writing
 
 
 def _end_processes(engine: Engine, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -424,7 +428,7 @@ def _end_processes(engine: Engine, hurry: Callable[[], bool] = lambda: False) ->
 def environment(token: str) -> dict[str, str]:
     """Return the complete environment of an engine, without the worker's secrets and virtual environment."""
     home = os.environ.get("HOME", "/")
-    plain = {"PATH": PLAIN_PATH, "HOME": home, "LANG": os.environ.get("LANG", "C.UTF-8")}
+    plain = {"PATH": DEFAULT_PATH_VARIABLE, "HOME": home, "LANG": os.environ.get("LANG", "C.UTF-8")}
     return plain | ({TOKEN_VARIABLE: token} if token else {})
 
 
@@ -448,7 +452,7 @@ def _failure_with_output(engine: Engine, failure: str) -> str:
     return f"backend process {engine.key} {failure}. Last stderr:\n{output}"
 
 
-def _exit_text(engine: Engine) -> str:
+def _describe_exit(engine: Engine) -> str:
     code = engine.process.returncode
     if code is None:
         return "still running"

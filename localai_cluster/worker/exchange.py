@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Scope = dict[str, Any]
-PLAIN = "text/plain; charset=utf-8"
-SMALL_REST = 256 * 1024
+PLAIN_CONTENT_TYPE = "text/plain; charset=utf-8"
+MAX_DRAINED_BYTES = 256 * 1024
 """Maximum unread bytes of a body that are read so that the connection can be used again."""
-LINGER = 2.0
+LINGER_SECONDS = 2.0
 """Seconds during which the rest of a larger body is read and dropped before the connection closes."""
 
 
@@ -26,7 +26,7 @@ class Answer:
 
     status: int
     text: str = ""
-    kind: str = PLAIN
+    kind: str = PLAIN_CONTENT_TYPE
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -50,7 +50,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._body_complete = False
-        self._unread = _length(scope)
+        self._unread = _content_length(scope)
 
     def header(self, name: bytes) -> str:
         """Return the first header with this name, "" if there is none."""
@@ -59,7 +59,7 @@ class Exchange:
     @property
     def length(self) -> int | None:
         """Bytes of the body; None if the headers do not state them."""
-        return _length(self._scope)
+        return _content_length(self._scope)
 
     async def piece(self) -> bytes:
         """Return the next piece of the body; empty at the end of the body or after a disconnect."""
@@ -91,8 +91,8 @@ class Exchange:
         await self.start(answer.status, headers | {"connection": "close"})
         await self.send(body, more=True)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER):
-                await self._drain()
+            async with asyncio.timeout(LINGER_SECONDS):
+                await self._drain_body()
         await self.send(b"", more=False)
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
@@ -106,12 +106,12 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _drain_small_body(self) -> bool:
-        if self._unread is None or self._unread > SMALL_REST:
+        if self._unread is None or self._unread > MAX_DRAINED_BYTES:
             return self._body_complete
-        await self._drain()
+        await self._drain_body()
         return True
 
-    async def _drain(self) -> None:
+    async def _drain_body(self) -> None:
         while await self.piece():
             pass
 
@@ -129,7 +129,7 @@ def header(scope: Scope, lower_name: bytes) -> str:
     )
 
 
-def _length(scope: Scope) -> int | None:
+def _content_length(scope: Scope) -> int | None:
     """Return the bytes of the body; None if the headers do not state them, 0 for no body."""
     if header(scope, b"transfer-encoding"):
         return None
@@ -137,9 +137,9 @@ def _length(scope: Scope) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
-_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_CONTENT_RANGE_PATTERN = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+_RANGE_PATTERN = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
+_SHA256_PATTERN = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def parse_content_range(text: str) -> Part | None:
     """Parse the `Content-Range` of an upload; return None for a complete file. Raise Refusal 400."""
     if not text:
         return None
-    match = _CONTENT_RANGE.fullmatch(text)
+    match = _CONTENT_RANGE_PATTERN.fullmatch(text)
     if not match:
         raise Refusal(400, "invalid Content-Range: bytes START-END/TOTAL in numbers is needed")
     part = Part(*map(int, match.groups()))
@@ -175,7 +175,7 @@ def requested_part(text: str, size: int) -> Part | None:
     The result is also None if the client requests several ranges. Raise Refusal 416 for a range beyond the
     end.
     """
-    match = _RANGE.fullmatch(text)
+    match = _RANGE_PATTERN.fullmatch(text)
     if not match or not any(match.groups()):
         return None
     first, last = match.groups()
@@ -197,4 +197,4 @@ def validate_digest(text: str) -> str:
 
 def is_digest(text: str) -> bool:
     """Return True if the text is a SHA-256 in lower case, as in side files."""
-    return _SHA256.fullmatch(text) is not None
+    return _SHA256_PATTERN.fullmatch(text) is not None

@@ -21,8 +21,8 @@ MAX_GPUS = 64
 MAX_NAME_LENGTH, MAX_UUID_LENGTH, MAX_DRIVER_LENGTH = 128, 96, 48
 GIB = 2**30
 _REPORTED_FIELDS = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
-_REPORTED_IF_KNOWN = ("temperature", "power", "power_limit", "ecc_errors", "driver")
-_NO_DRIVER = frozenset(
+_REPORTED_FIELDS_IF_KNOWN = ("temperature", "power", "power_limit", "ecc_errors", "driver")
+_NO_DRIVER_ERRORS = frozenset(
     {
         pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
         pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
@@ -30,11 +30,11 @@ _NO_DRIVER = frozenset(
     }
 )
 """NVML errors that mean no usable driver; the last one occurs after an upgrade of the driver."""
-_CARD = re.compile(r"card(\d{1,4})\Z", re.ASCII)
-_AMD_ID = "GPU-"
+_CARD_NAME_PATTERN = re.compile(r"card(\d{1,4})\Z", re.ASCII)
+_AMD_ID_PREFIX = "GPU-"
 """Prefix of a GPU's unique id in ROCm."""
-_UNIQUE_ID = re.compile(r"[0-9a-f]{16}\Z")
-_SIMULATED = re.compile(r"(\d{1,2})x(\d{1,4})GiB\Z", re.ASCII)
+_AMD_UNIQUE_ID_PATTERN = re.compile(r"[0-9a-f]{16}\Z")
+_SIMULATED_GPUS_PATTERN = re.compile(r"(\d{1,2})x(\d{1,4})GiB\Z", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Gpu:
     @property
     def report(self) -> dict[str, Any]:
         """The fields of this GPU in registrations and heartbeats."""
-        known = {name: getattr(self, name) for name in _REPORTED_IF_KNOWN}
+        known = {name: getattr(self, name) for name in _REPORTED_FIELDS_IF_KNOWN}
         return {name: getattr(self, name) for name in _REPORTED_FIELDS} | {
             name: value for name, value in known.items() if value not in (None, "")
         }
@@ -81,7 +81,7 @@ class NoDriver(Exception):
     """There is no GPU driver, or no usable one."""
 
 
-class Source(Protocol):
+class GpuSource(Protocol):
     """A source of GPU readings."""
 
     def read(self) -> list[Gpu]:
@@ -105,69 +105,75 @@ class Nvml:
             if not self._open:
                 self._library.nvmlInit()
                 self._open = True
-            count, driver = min(self._library.nvmlDeviceGetCount(), MAX_GPUS), self._driver()
-            return [gpu for index in range(count) if (gpu := self._gpu(index, driver)) is not None]
+            count, driver = min(self._library.nvmlDeviceGetCount(), MAX_GPUS), self._driver_version()
+            return [gpu for index in range(count) if (gpu := self._read_gpu(index, driver)) is not None]
         except pynvml.NVMLError as error:
-            self._close()
-            if error.value in _NO_DRIVER:
+            self._close_nvml()
+            if error.value in _NO_DRIVER_ERRORS:
                 raise NoDriver(str(error)) from error
             raise
 
-    def _driver(self) -> str:
-        version = _text(self._query(self._library.nvmlSystemGetDriverVersion), MAX_DRIVER_LENGTH)
-        cuda = self._query(self._library.nvmlSystemGetCudaDriverVersion)
+    def _driver_version(self) -> str:
+        version = _printable_text(
+            self._query_or_none(self._library.nvmlSystemGetDriverVersion), MAX_DRIVER_LENGTH
+        )
+        cuda = self._query_or_none(self._library.nvmlSystemGetCudaDriverVersion)
         return f"{version}, CUDA {cuda // 1000}.{cuda % 1000 // 10}" if version and cuda else version
 
-    def _gpu(self, index: int, driver: str) -> Gpu | None:
+    def _read_gpu(self, index: int, driver: str) -> Gpu | None:
         library = self._library
         try:
             handle = library.nvmlDeviceGetHandleByIndex(index)
             memory = library.nvmlDeviceGetMemoryInfo(handle)
         except pynvml.NVMLError as error:
-            if error.value in {*_NO_DRIVER, pynvml.NVML_ERROR_UNINITIALIZED}:
+            if error.value in {*_NO_DRIVER_ERRORS, pynvml.NVML_ERROR_UNINITIALIZED}:
                 raise
             self._warn_once(f"GPU {index} does not report its memory and is left out: {error}")
             return None
-        capability = self._query(library.nvmlDeviceGetCudaComputeCapability, handle)
-        rates = self._query(library.nvmlDeviceGetUtilizationRates, handle)
+        capability = self._query_or_none(library.nvmlDeviceGetCudaComputeCapability, handle)
+        rates = self._query_or_none(library.nvmlDeviceGetUtilizationRates, handle)
         return Gpu(
             index=index,
-            uuid=_text(self._query(library.nvmlDeviceGetUUID, handle), MAX_UUID_LENGTH),
-            name=_text(self._query(library.nvmlDeviceGetName, handle), MAX_NAME_LENGTH),
+            uuid=_printable_text(self._query_or_none(library.nvmlDeviceGetUUID, handle), MAX_UUID_LENGTH),
+            name=_printable_text(self._query_or_none(library.nvmlDeviceGetName, handle), MAX_NAME_LENGTH),
             total_vram=int(memory.total),
             free_vram=min(int(memory.free), int(memory.total)),
             utilization=None if rates is None else min(int(rates.gpu), 100),
             compute_capability="" if capability is None else f"{capability[0]}.{capability[1]}",
-            temperature=self._query(library.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-            power=_scaled(self._query(library.nvmlDeviceGetPowerUsage, handle), 1000),
-            power_limit=_scaled(self._query(library.nvmlDeviceGetEnforcedPowerLimit, handle), 1000),
-            ecc_errors=self._query(
+            temperature=self._query_or_none(
+                library.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+            ),
+            power=_divide_if_known(self._query_or_none(library.nvmlDeviceGetPowerUsage, handle), 1000),
+            power_limit=_divide_if_known(
+                self._query_or_none(library.nvmlDeviceGetEnforcedPowerLimit, handle), 1000
+            ),
+            ecc_errors=self._query_or_none(
                 library.nvmlDeviceGetTotalEccErrors,
                 handle,
                 pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
                 pynvml.NVML_VOLATILE_ECC,
             ),
             driver=driver,
-            processes=self._processes(handle),
+            processes=self._read_processes(handle),
         )
 
-    def _processes(self, handle: Any) -> tuple[tuple[int, int], ...]:
+    def _read_processes(self, handle: Any) -> tuple[tuple[int, int], ...]:
         """Return the processes of a GPU. The driver lists a process that computes and draws twice."""
         used: dict[int, int] = {}
         for kind in ("Compute", "Graphics"):
             query = getattr(self._library, f"nvmlDeviceGet{kind}RunningProcesses")
-            for process in self._query(query, handle) or ():
+            for process in self._query_or_none(query, handle) or ():
                 used[process.pid] = max(used.get(process.pid, 0), process.usedGpuMemory or 0)
         return tuple(used.items())
 
-    def _query(self, query: Callable[..., Any], *args: Any) -> Any:
+    def _query_or_none(self, query: Callable[..., Any], *args: Any) -> Any:
         """Return the result of `query`; None if this GPU or driver does not support it."""
         try:
             return query(*args)
         except pynvml.NVMLError:
             return None
 
-    def _close(self) -> None:
+    def _close_nvml(self) -> None:
         """Close NVML; the next read opens it again, because no connection survives a driver upgrade."""
         if self._open:
             self._open = False
@@ -196,14 +202,15 @@ class SysfsGpus:
         cards = sorted(
             (int(match[1]), path)
             for path in self._root.glob("card*")
-            if (match := _CARD.match(path.name)) and _sysfs(path / "device" / "vendor") == self.vendor
+            if (match := _CARD_NAME_PATTERN.match(path.name))
+            and _read_sysfs(path / "device" / "vendor") == self.vendor
         )
         if not cards:
             raise NoDriver(f"there is no GPU of vendor {self.vendor}")
-        gpus = [self._gpu(index, card) for index, (_, card) in enumerate(cards[:MAX_GPUS])]
+        gpus = [self._read_gpu(index, card) for index, (_, card) in enumerate(cards[:MAX_GPUS])]
         return [gpu for gpu in gpus if gpu is not None]
 
-    def _gpu(self, index: int, card: Path) -> Gpu | None:
+    def _read_gpu(self, index: int, card: Path) -> Gpu | None:
         raise NotImplementedError
 
 
@@ -216,40 +223,46 @@ class AmdGpus(SysfsGpus):
         super().__init__(root)
         self._kfd = kfd
 
-    def _processes(self, unique_id: str) -> tuple[tuple[int, int], ...]:
-        line = f"unique_id {int(unique_id, 16)}" if _UNIQUE_ID.match(unique_id) else ""
+    def _read_processes(self, unique_id: str) -> tuple[tuple[int, int], ...]:
+        line = f"unique_id {int(unique_id, 16)}" if _AMD_UNIQUE_ID_PATTERN.match(unique_id) else ""
         nodes = self._kfd.glob("topology/nodes/*") if line else ()
         gpu_id = next(
-            (_sysfs(node / "gpu_id") for node in nodes if line in _sysfs(node / "properties").splitlines()),
+            (
+                _read_sysfs(node / "gpu_id")
+                for node in nodes
+                if line in _read_sysfs(node / "properties").splitlines()
+            ),
             "",
         )
         files = self._kfd.glob(f"proc/*/vram_{gpu_id}") if gpu_id.isdigit() else ()
         return tuple(
             (int(file.parent.name), size)
             for file in files
-            if file.parent.name.isdigit() and (size := _sysfs_number(file))
+            if file.parent.name.isdigit() and (size := _read_sysfs_number(file))
         )
 
-    def _gpu(self, index: int, card: Path) -> Gpu | None:
+    def _read_gpu(self, index: int, card: Path) -> Gpu | None:
         device = card / "device"
         names = ("mem_info_vram_total", "mem_info_vram_used", "gpu_busy_percent")
-        total, used, busy = (_sysfs_number(device / name) for name in names)
+        total, used, busy = (_read_sysfs_number(device / name) for name in names)
         if not total or used is None:
             return None
-        unique_id = _sysfs(device / "unique_id")
+        unique_id = _read_sysfs(device / "unique_id")
         return Gpu(
             index=index,
-            uuid=f"{_AMD_ID}{unique_id}" if _UNIQUE_ID.match(unique_id) else "",
-            name=_text(_sysfs(device / "product_name") or "AMD GPU", MAX_NAME_LENGTH),
+            uuid=f"{_AMD_ID_PREFIX}{unique_id}" if _AMD_UNIQUE_ID_PATTERN.match(unique_id) else "",
+            name=_printable_text(_read_sysfs(device / "product_name") or "AMD GPU", MAX_NAME_LENGTH),
             total_vram=total,
             free_vram=max(total - used, 0),
             utilization=None if busy is None else min(busy, 100),
             vendor="amd",
-            temperature=_scaled(_sensor(device, "temp1_input"), 1000),
-            power=_scaled(_sensor(device, "power1_average") or _sensor(device, "power1_input"), 1_000_000),
-            power_limit=_scaled(_sensor(device, "power1_cap"), 1_000_000),
-            driver=_text(_sysfs(Path("/sys/module/amdgpu/version")), MAX_DRIVER_LENGTH),
-            processes=self._processes(unique_id),
+            temperature=_divide_if_known(_read_sensor(device, "temp1_input"), 1000),
+            power=_divide_if_known(
+                _read_sensor(device, "power1_average") or _read_sensor(device, "power1_input"), 1_000_000
+            ),
+            power_limit=_divide_if_known(_read_sensor(device, "power1_cap"), 1_000_000),
+            driver=_printable_text(_read_sysfs(Path("/sys/module/amdgpu/version")), MAX_DRIVER_LENGTH),
+            processes=self._read_processes(unique_id),
         )
 
 
@@ -258,13 +271,15 @@ class IntelGpus(SysfsGpus):
 
     vendor = "0x8086"
 
-    def _gpu(self, index: int, card: Path) -> Gpu | None:
+    def _read_gpu(self, index: int, card: Path) -> Gpu | None:
         tiles = card.glob("device/tile*/physical_vram_size_bytes")
-        total = sum(_sysfs_number(tile) or 0 for tile in tiles) or _sysfs_number(card / "lmem_total_bytes")
+        total = sum(_read_sysfs_number(tile) or 0 for tile in tiles) or _read_sysfs_number(
+            card / "lmem_total_bytes"
+        )
         return Gpu(index, "", "Intel GPU", total, None, vendor="intel") if total else None
 
 
-def _sysfs(path: Path) -> str:
+def _read_sysfs(path: Path) -> str:
     """Return the content of a kernel file; "" if it cannot be read, as during the reset of a GPU."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -272,30 +287,30 @@ def _sysfs(path: Path) -> str:
         return ""
 
 
-def _sysfs_number(path: Path) -> int | None:
-    text = _sysfs(path)
+def _read_sysfs_number(path: Path) -> int | None:
+    text = _read_sysfs(path)
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _sensor(device: Path, name: str) -> int | None:
+def _read_sensor(device: Path, name: str) -> int | None:
     """Return the value of a sensor in the device's first `hwmon` folder."""
-    return next((_sysfs_number(path) for path in sorted(device.glob(f"hwmon/hwmon*/{name}"))), None)
+    return next((_read_sysfs_number(path) for path in sorted(device.glob(f"hwmon/hwmon*/{name}"))), None)
 
 
-def _scaled(value: int | None, unit: int) -> int | None:
+def _divide_if_known(value: int | None, unit: int) -> int | None:
     return None if value is None else round(value / unit)
 
 
 class FirstDriver:
     """Reads the first source that has GPUs: a driver may be installed on a machine without its GPUs."""
 
-    def __init__(self, *sources: Source) -> None:
+    def __init__(self, *sources: GpuSource) -> None:
         self._sources = sources
 
     def read(self) -> list[Gpu]:
-        """Return the GPUs of the first source that has some.
+        """Return the GPUs of the first source that has GPUs.
 
-        Raise NoDriver if no source has GPUs, or the error of a source.
+        Raise NoDriver if no source has GPUs, or the error that a source raises.
         """
         for source in self._sources:
             with contextlib.suppress(NoDriver):
@@ -317,15 +332,15 @@ def parse_simulation(text: str) -> Simulation:
     groups, colon, engine = text.partition(":")
     sizes: list[int] = []
     for group in groups.split("+"):
-        count, size = _group(group)
+        count, size = _parse_gpu_group(group)
         sizes += [size] * count
     if len(sizes) > MAX_GPUS:
         raise ValueError(f"more than {MAX_GPUS} GPUs")
-    return Simulation(tuple(sizes), _group(f"1x{engine}")[1] if colon else 0)
+    return Simulation(tuple(sizes), _parse_gpu_group(f"1x{engine}")[1] if colon else 0)
 
 
-def _group(text: str) -> tuple[int, int]:
-    match = _SIMULATED.match(text)
+def _parse_gpu_group(text: str) -> tuple[int, int]:
+    match = _SIMULATED_GPUS_PATTERN.match(text)
     if match is None:
         raise ValueError("not GPUs such as 2x24GiB")
     return int(match[1]), int(match[2]) * GIB
@@ -346,7 +361,7 @@ class SimulatedGpus:
 
     def read(self) -> list[Gpu]:
         """Return all GPUs."""
-        free = dict(zip(self._ids(), self._simulation.sizes, strict=True))
+        free = dict(zip(self._simulated_ids(), self._simulation.sizes, strict=True))
         used: dict[str, list[tuple[int, int]]] = {id: [] for id in free}
         for pid, assigned in self._users():
             gpu_ids = [id for id in assigned if id in free] or [*free][:1]
@@ -356,10 +371,12 @@ class SimulatedGpus:
                 used[id].append((pid, share))
         return [
             Gpu(index, id, "Simulated GPU", size, free[id], 0, "8.9", processes=tuple(used[id]))
-            for index, (id, size) in enumerate(zip(self._ids(), self._simulation.sizes, strict=True))
+            for index, (id, size) in enumerate(
+                zip(self._simulated_ids(), self._simulation.sizes, strict=True)
+            )
         ]
 
-    def _ids(self) -> Iterator[str]:
+    def _simulated_ids(self) -> Iterator[str]:
         return (f"GPU-00000000-0000-0000-0000-{index:012x}" for index in range(len(self._simulation.sizes)))
 
 
@@ -370,11 +387,11 @@ def visible_gpu_variables(ids: Sequence[str]) -> dict[str, str]:
     """
     if not ids:
         return {}
-    if all(_UNIQUE_ID.match(id.removeprefix(_AMD_ID)) for id in ids):
+    if all(_AMD_UNIQUE_ID_PATTERN.match(id.removeprefix(_AMD_ID_PREFIX)) for id in ids):
         return {"ROCR_VISIBLE_DEVICES": ",".join(ids)}
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-def _text(value: Any, longest: int) -> str:
+def _printable_text(value: Any, longest: int) -> str:
     text = value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
     return "".join(character for character in text if character.isprintable())[:longest]

@@ -18,24 +18,24 @@ from typing import Any
 
 import psutil
 
-from localai_cluster.gallery_index import SMALL_VRAM
+from localai_cluster.gallery_index import SMALL_VRAM_BYTES
 from localai_cluster.kit import clock, untrusted
 from localai_cluster.worker.gpu_drivers import (
     AmdGpus,
     FirstDriver,
     Gpu,
+    GpuSource,
     GpuUser,
     IntelGpus,
     NoDriver,
     Nvml,
     SimulatedGpus,
     Simulation,
-    Source,
 )
 
 log = logging.getLogger(__name__)
 
-READ_LIMIT = 5.0
+GPU_READ_TIMEOUT = 5.0
 """Maximum seconds to read all GPUs."""
 MAX_FACT_LENGTH = 128
 
@@ -43,7 +43,7 @@ MAX_FACT_LENGTH = 128
 class GpuReader:
     """Reads `source` without blocking the event loop; `last` is the last successful reading."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: GpuSource) -> None:
         self._source = source
         self._reading: Future[list[Gpu]] | None = None
         self._deadline = 0.0
@@ -58,27 +58,27 @@ class GpuReader:
         if self._reading is None or self._reading.done():
             # The driver may hang, and must not delay the end of the process.
             self._reading = untrusted.in_daemon_thread(self._source.read)
-            self._deadline = clock.monotonic() + READ_LIMIT
+            self._deadline = clock.monotonic() + GPU_READ_TIMEOUT
         try:
             async with asyncio.timeout(max(self._deadline - clock.monotonic(), 0.0)):
                 gpus = await asyncio.wrap_future(self._reading)
         except TimeoutError:
-            self._warn(f"the GPUs have not answered within {READ_LIMIT:g} s")
+            self._warn_once(f"the GPUs have not answered within {GPU_READ_TIMEOUT:g} s")
             return None
         except NoDriver as error:
             if not self.last:
                 raise
-            self._warn(f"the GPUs are gone: {error}")
+            self._warn_once(f"the GPUs are gone: {error}")
             return ()
         except Exception as error:
-            self._warn(f"the GPUs cannot be read: {error}")
+            self._warn_once(f"the GPUs cannot be read: {error}")
             return None
         self._last_warning = ""
         self.last = tuple(gpus) or self.last
         return tuple(gpus)
 
     async def read_anew(self) -> tuple[Gpu, ...] | None:
-        """Return the GPUs by a read that starts now, after the end of a running read. Raise NoDriver."""
+        """Read the GPUs after any running read has ended, and return them. Raise NoDriver."""
         if self._reading is not None and not self._reading.done():
             await self.read()
         return await self.read()
@@ -87,7 +87,7 @@ class GpuReader:
         """Return True if these ids are distinct and the last reading has all of them."""
         return len(set(ids)) == len(ids) and set(ids) <= {gpu.id for gpu in self.last}
 
-    def _warn(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         """Log a warning once until the GPUs can be read again, and not with every heartbeat."""
         if reason != self._last_warning:
             self._last_warning = reason
@@ -103,10 +103,10 @@ def create_reader(simulated: Simulation | None, users: Callable[[], Iterable[Gpu
     return GpuReader(SimulatedGpus(simulated, users) if simulated else drivers)
 
 
-GPU_QUERY = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
-GPU_TIMEOUT = 5.0
+NVIDIA_SMI_ARGUMENTS = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
+NVIDIA_SMI_TIMEOUT = 5.0
 MIB = 1024 * 1024
-PREFERENCES: Mapping[str, Sequence[str]] = {
+BUILD_TOKENS_BY_CAPABILITY: Mapping[str, Sequence[str]] = {
     "nvidia": ("cuda", "vulkan", "cpu"),
     "amd": ("rocm", "hip", "vulkan", "cpu"),
     "intel": ("sycl", "intel", "cpu"),
@@ -117,7 +117,7 @@ PREFERENCES: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True)
-class Gpus:
+class GpuTotals:
     """Totals of all GPUs; zeros and empty texts without GPUs. `free` is None if not reported."""
 
     total: int = 0
@@ -128,7 +128,7 @@ class Gpus:
     """The individual GPUs; None if only the totals are available."""
 
     @classmethod
-    def of(cls, gpus: Sequence[Gpu]) -> "Gpus":
+    def of(cls, gpus: Sequence[Gpu]) -> "GpuTotals":
         """Return the totals of these GPUs."""
         total, reported = sum(gpu.total_vram for gpu in gpus), [gpu.free_vram for gpu in gpus]
         known = [free for free in reported if free is not None]
@@ -212,53 +212,56 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-async def read_gpus(reader: GpuReader) -> Gpus | None:
-    """Return the GPUs, with each GPU if the driver is known; None if they cannot be read at present."""
+async def read_gpus(reader: GpuReader) -> GpuTotals | None:
+    """Return the totals of the GPUs, with each GPU if its driver is supported.
+
+    Return None if they cannot be read now.
+    """
     try:
         readings = await reader.read()
     except NoDriver:
-        return _unified_memory() or await _gpu_totals()
+        return _apple_gpu() or await _read_nvidia_smi()
     if readings is None:
         return None
-    return Gpus.of(readings) if readings or reader.last else Gpus()
+    return GpuTotals.of(readings) if readings or reader.last else GpuTotals()
 
 
-def _unified_memory() -> Gpus | None:
+def _apple_gpu() -> GpuTotals | None:
     """Return the GPU of an Apple chip, which shares the main memory; None on other machines."""
     if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
         return None
     memory = psutil.virtual_memory()
-    return Gpus(int(memory.total), int(memory.available), "apple")
+    return GpuTotals(int(memory.total), int(memory.available), "apple")
 
 
-async def _gpu_totals() -> Gpus:
+async def _read_nvidia_smi() -> GpuTotals:
     """Return the totals that `nvidia-smi` reports within 5 s, if it is installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Gpus()
+        return GpuTotals()
     try:
         process = await asyncio.create_subprocess_exec(
             program,
-            *GPU_QUERY,
+            *NVIDIA_SMI_ARGUMENTS,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
     except OSError as error:
         log.warning("nvidia-smi cannot be started: %s", error)
-        return Gpus()
+        return GpuTotals()
     try:
-        async with asyncio.timeout(GPU_TIMEOUT):
+        async with asyncio.timeout(NVIDIA_SMI_TIMEOUT):
             output, _ = await process.communicate()
     except TimeoutError:
         # Do not wait for it: while the driver hangs it does not end.
         process.kill()
-        log.warning("nvidia-smi did not answer within %g s", GPU_TIMEOUT)
-        return Gpus()
+        log.warning("nvidia-smi did not answer within %g s", NVIDIA_SMI_TIMEOUT)
+        return GpuTotals()
     return parse_gpus(output.decode(errors="replace"))
 
 
-def parse_gpus(text: str) -> Gpus:
+def parse_gpus(text: str) -> GpuTotals:
     """Return the totals of lines `total MiB, free MiB, compute capability`; ignore other lines."""
     total = free = 0
     capability = ""
@@ -267,10 +270,10 @@ def parse_gpus(text: str) -> Gpus:
         if len(parts) == 3 and parts[0].isdigit() and parts[1].isdigit():
             total, free = total + int(parts[0]) * MIB, free + int(parts[1]) * MIB
             capability = capability or parts[2]
-    return Gpus(total, free, "nvidia", capability) if total else Gpus()
+    return GpuTotals(total, free, "nvidia", capability) if total else GpuTotals()
 
 
-def detect_capability(forced: str, gpus: Gpus, run_file: Path) -> str:
+def detect_capability(forced: str, gpus: GpuTotals, run_file: Path) -> str:
     """Return the capability of this machine (worker.md §18.4): forced, from the run file, or detected."""
     if forced:
         return forced
@@ -283,14 +286,14 @@ def detect_capability(forced: str, gpus: Gpus, run_file: Path) -> str:
     toolkit = next((f"-cuda-{n}" for n in (13, 12) if Path(f"/usr/local/cuda-{n}").is_dir()), "")
     if platform.machine() in ("aarch64", "arm64") and gpus.vendor == "nvidia":
         return f"nvidia-l4t{toolkit}"
-    if gpus.total <= SMALL_VRAM:
+    if gpus.total <= SMALL_VRAM_BYTES:
         return "default"
     return f"nvidia{toolkit}" if gpus.vendor == "nvidia" else gpus.vendor
 
 
 def preferred_tokens(capability: str) -> Sequence[str]:
     """Return the preferred words in the name of a build for this machine, best first (worker.md §18.2)."""
-    for prefix, tokens in PREFERENCES.items():
+    for prefix, tokens in BUILD_TOKENS_BY_CAPABILITY.items():
         if capability.startswith(prefix):
             return tokens
     return ("cpu",)

@@ -14,15 +14,15 @@ from localai_cluster.metrics.worker import HEARTBEATS
 from localai_cluster.worker import hardware
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, DowngradeRefused, ServerKind
 from localai_cluster.worker.engine_exits import Exits
-from localai_cluster.worker.hardware import GpuReader, Gpus
+from localai_cluster.worker.hardware import GpuReader, GpuTotals
 from localai_cluster.worker.registration import GaveUp, hint
 
 log = logging.getLogger(__name__)
 
-REMIND_EVERY = 60.0
-EXIT_DELAY = 1.0
+REMINDER_INTERVAL_SECONDS = 60.0
+FIGURES_AFTER_EXIT_SECONDS = 1.0
 """Seconds between the report of an exit and new figures: the driver needs time to free the memory."""
-COPIED_NOTICE = (
+COPIED_FOLDER_PROBLEM = (
     "This worker's data folder has been copied, and the copy has registered since. Stop one of"
     " the two workers."
     " To make this one a separate node, delete the file node-secret before the next start"
@@ -34,7 +34,7 @@ async def measure_figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     measured: dict[str, Any] = hardware.measure_figures(models)
     measured.pop("total_ram", None)  # sent with registrations only
     gpus = await hardware.read_gpus(reader)
-    if gpus is None or gpus == Gpus() or gpus.free is None:
+    if gpus is None or gpus == GpuTotals() or gpus.free is None:
         return measured
     measured["available_vram"] = gpus.free
     return measured if gpus.each is None else measured | {"gpus": [gpu.report for gpu in gpus.each]}
@@ -81,7 +81,9 @@ class HeartbeatLoop:
                 # A failed measurement must not stop the engines of this machine.
                 log.exception("heartbeat failed")
             due_at = (
-                min(due_at, clock.monotonic() + EXIT_DELAY) if hurried else clock.monotonic() + self.interval
+                min(due_at, clock.monotonic() + FIGURES_AFTER_EXIT_SECONDS)
+                if hurried
+                else clock.monotonic() + self.interval
             )
 
     async def send(self, *, hurried: bool = False) -> None:
@@ -108,7 +110,7 @@ class HeartbeatLoop:
         else:
             HEARTBEATS.labels("ok").inc()
             self.problem = ""
-            self.exits.answered(exits, sent_at)
+            self.exits.record_answer(exits, sent_at)
 
     async def _handle_failure(self, error: CallFailed) -> None:
         if error.http_status == 404:
@@ -120,9 +122,11 @@ class HeartbeatLoop:
         elif error.http_status == 409:
             self.problem = "another process has registered with this node's secret"
             await self.unsubscribe()
-            self._log_reminder("copied", f"heartbeat refused: {error}. {COPIED_NOTICE}", logging.ERROR)
+            self._log_reminder(
+                "copied", f"heartbeat refused: {error}. {COPIED_FOLDER_PROBLEM}", logging.ERROR
+            )
         else:
-            self._pause(error.wait)
+            self._pause_heartbeats(error.wait)
             self._log_reminder("failed", f"heartbeat failed: {error}")
 
     async def _handle_refusal(self, error: CallFailed) -> None:
@@ -145,12 +149,12 @@ class HeartbeatLoop:
             await self.register_once()
         except CallFailed as refusal:
             # A revoked secret stays revoked, and every attempt counts against this address.
-            self._pause(REMIND_EVERY)
+            self._pause_heartbeats(REMINDER_INTERVAL_SECONDS)
             if isinstance(refusal, DowngradeRefused):
                 self.problem = refusal.message
             log.error("registration refused: %s%s", refusal, hint(refusal))
 
-    def _pause(self, seconds: float) -> None:
+    def _pause_heartbeats(self, seconds: float) -> None:
         self._paused_until = clock.monotonic() + seconds
 
     def _log_reminder(self, kind: str, text: str, level: int = logging.WARNING) -> None:
@@ -160,7 +164,7 @@ class HeartbeatLoop:
     def _is_reminder_due(self, kind: str) -> bool:
         """Return True at most once a minute for each `kind`."""
         now = clock.monotonic()
-        if now - self._reminded.get(kind, -REMIND_EVERY) < REMIND_EVERY:
+        if now - self._reminded.get(kind, -REMINDER_INTERVAL_SECONDS) < REMINDER_INTERVAL_SECONDS:
             return False
         self._reminded[kind] = now
         return True

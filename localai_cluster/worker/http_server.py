@@ -18,17 +18,17 @@ from urllib.parse import unquote, urlsplit
 
 from localai_cluster.kit import cancellation
 from localai_cluster.metrics import registries
-from localai_cluster.worker.exchange import PLAIN, Exchange, Scope, header, raw_path
+from localai_cluster.worker.exchange import PLAIN_CONTENT_TYPE, Exchange, Scope, header, raw_path
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.log_rings import LogLine, LogRings
 
-LOGS = "/v1/backend-logs"
-METRICS = "/metrics"
-READERS = 64
+LOGS_PATH = "/v1/backend-logs"
+METRICS_PATH = "/metrics"
+MAX_LOG_FOLLOWERS = 64
 """Maximum number of clients that follow output at the same time."""
-TOKEN_CHANGED = 1008
+TOKEN_CHANGED_CLOSE_CODE = 1008
 """Close code of a websocket whose token is no longer valid: a violation of policy (RFC 6455)."""
-WRITE_LIMIT = 30.0
+WRITE_TIMEOUT = 30.0
 """Seconds within which a client must accept a message (§12.7)."""
 
 
@@ -51,14 +51,14 @@ class WorkerApplication:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Handle one request or websocket."""
         if scope["type"] == "websocket":
-            await self._socket(scope, receive, send)
+            await self._serve_socket(scope, receive, send)
             return
         if self.files.serves(raw_path(scope)):
             await self.files(Exchange(scope, receive, send), _is_authorized(scope, [self.token()]))
             return
         status, text, kind = self._answer(scope)
         headers = {"content-type": kind, "cache-control": "no-store", "x-content-type-options": "nosniff"}
-        await _respond(send, "http", status, text, headers)
+        await _send_response(send, "http", status, text, headers)
 
     def _answer(self, scope: Scope) -> tuple[int, str, str]:
         """Return status, body and content type of a response."""
@@ -66,37 +66,41 @@ class WorkerApplication:
         if path in ("/healthz", "/readyz"):
             problem = self.problem() if path == "/readyz" else ""
             if method not in ("GET", "HEAD"):
-                return 405, "method not allowed", PLAIN
-            return (503, f"not ready: {problem}", PLAIN) if problem else (200, "ok", PLAIN)
+                return 405, "method not allowed", PLAIN_CONTENT_TYPE
+            return (
+                (503, f"not ready: {problem}", PLAIN_CONTENT_TYPE)
+                if problem
+                else (200, "ok", PLAIN_CONTENT_TYPE)
+            )
         name = _log_name(scope)
-        if name is None and path != METRICS:
-            return 404, "not found", PLAIN
+        if name is None and path != METRICS_PATH:
+            return 404, "not found", PLAIN_CONTENT_TYPE
         if method != "GET":
-            return 405, "method not allowed", PLAIN
+            return 405, "method not allowed", PLAIN_CONTENT_TYPE
         tokens = [self.token()] if name is not None else [self.token(), self.scraper]
         if not _is_authorized(scope, tokens):
-            return 401, "unauthorized", PLAIN
+            return 401, "unauthorized", PLAIN_CONTENT_TYPE
         if name is None:
             return 200, registries.text("worker").decode(), registries.CONTENT_TYPE
-        body = _json_lines(self.rings.lines(name)) if name else json.dumps(self.rings.models())
+        body = _encode_lines(self.rings.lines(name)) if name else json.dumps(self.rings.models())
         return 200, body, "application/json"
 
-    def end_readers(self) -> None:
+    def close_log_sockets(self) -> None:
         """Close the websockets of clients that follow output, because the token has changed."""
         for tail in self._readers:
             tail.cancel()
 
-    async def _socket(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def _serve_socket(self, scope: Scope, receive: Any, send: Any) -> None:
         await receive()
-        refusal = self._refusal(scope)
+        refusal = self._socket_refusal(scope)
         if refusal:
-            await _respond(send, "websocket.http", *refusal, {"content-type": PLAIN})
+            await _send_response(send, "websocket.http", *refusal, {"content-type": PLAIN_CONTENT_TYPE})
             return
         name = (_log_name(scope) or "").removesuffix("/ws")
-        # No await since the check of the token: `end_readers` ends this one too.
-        tail = asyncio.create_task(self._tail(name, send))
+        # No await since the check of the token: `close_log_sockets` ends this one too.
+        tail = asyncio.create_task(self._send_log_lines(name, send))
         self._readers.add(tail)
-        disconnect = asyncio.create_task(_disconnected(receive))
+        disconnect = asyncio.create_task(_wait_disconnected(receive))
         try:
             ended, _ = await asyncio.wait({tail, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -105,9 +109,9 @@ class WorkerApplication:
         if not tail.cancelled():
             tail.result()  # uvicorn logs an error that is not handled here
         elif tail in ended:
-            await send({"type": "websocket.close", "code": TOKEN_CHANGED})
+            await send({"type": "websocket.close", "code": TOKEN_CHANGED_CLOSE_CODE})
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+    def _socket_refusal(self, scope: Scope) -> tuple[int, str] | None:
         name = _log_name(scope)
         if not name or not name.endswith("/ws"):
             return 404, "not found"
@@ -116,35 +120,35 @@ class WorkerApplication:
         origin = header(scope, b"origin")
         if origin and urlsplit(origin).netloc.lower() != header(scope, b"host").lower():
             return 403, "origin not allowed"
-        if len(self._readers) >= READERS:
-            return 503, f"{READERS} readers follow logs of this worker already"
+        if len(self._readers) >= MAX_LOG_FOLLOWERS:
+            return 503, f"{MAX_LOG_FOLLOWERS} readers follow logs of this worker already"
         return None
 
-    async def _tail(self, name: str, send: Any) -> None:
+    async def _send_log_lines(self, name: str, send: Any) -> None:
         """Send the present lines, then each new line, until the client stops reading."""
         await send({"type": "websocket.accept"})
         with contextlib.suppress(TimeoutError), self.rings.follow(name) as cursor:
-            lines, _ = cursor.take()
-            await _write(send, f'{{"type":"initial","lines":{_json_lines(lines)}}}')
+            lines, _ = cursor.take_unread()
+            await _send_text(send, f'{{"type":"initial","lines":{_encode_lines(lines)}}}')
             while True:
                 await cursor.news.wait()
                 await asyncio.sleep(0)  # waiting on a set event does not yield to other tasks
-                lines, missed = cursor.take()
+                lines, missed = cursor.take_unread()
                 if missed:
                     text = f"[{missed} lines are missing here: they came faster than they were read]"
                     timestamp = lines[0].timestamp
                     lines.insert(0, LogLine(timestamp, "stderr", text))
                 for line in lines:
-                    await _write(send, f'{{"type":"line","line":{_json(line)}}}')
+                    await _send_text(send, f'{{"type":"line","line":{_encode_line(line)}}}')
 
 
 def _log_name(scope: Scope) -> str | None:
     """Return the decoded path after `/v1/backend-logs/`; "" for the list, None for another route."""
     path = raw_path(scope).decode("latin-1")
-    if path == LOGS:
+    if path == LOGS_PATH:
         return ""
-    prefix, encoded_name = path[: len(LOGS) + 1], path[len(LOGS) + 1 :]
-    return unquote(encoded_name) if prefix == LOGS + "/" and encoded_name else None
+    prefix, encoded_name = path[: len(LOGS_PATH) + 1], path[len(LOGS_PATH) + 1 :]
+    return unquote(encoded_name) if prefix == LOGS_PATH + "/" and encoded_name else None
 
 
 def _is_authorized(scope: Scope, tokens: Iterable[str]) -> bool:
@@ -155,26 +159,26 @@ def _is_authorized(scope: Scope, tokens: Iterable[str]) -> bool:
     return any(matches) and scheme.lower() == "bearer"
 
 
-def _json(line: LogLine) -> str:
+def _encode_line(line: LogLine) -> str:
     at = line.timestamp.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     return json.dumps({"timestamp": at, "stream": line.stream, "text": line.text}, ensure_ascii=False)
 
 
-def _json_lines(lines: Iterable[LogLine]) -> str:
-    return f"[{','.join(map(_json, lines))}]"
+def _encode_lines(lines: Iterable[LogLine]) -> str:
+    return f"[{','.join(map(_encode_line, lines))}]"
 
 
-async def _write(send: Any, message: str) -> None:
-    async with asyncio.timeout(WRITE_LIMIT):
+async def _send_text(send: Any, message: str) -> None:
+    async with asyncio.timeout(WRITE_TIMEOUT):
         await send({"type": "websocket.send", "text": message})
 
 
-async def _disconnected(receive: Any) -> None:
+async def _wait_disconnected(receive: Any) -> None:
     while (await receive())["type"] != "websocket.disconnect":
         pass
 
 
-async def _respond(send: Any, kind: str, status: int, text: str, headers: dict[str, str]) -> None:
+async def _send_response(send: Any, kind: str, status: int, text: str, headers: dict[str, str]) -> None:
     body = text.encode()
     lines = {**headers, "content-length": str(len(body))}
     encoded = [(name.encode(), value.encode()) for name, value in lines.items()]

@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 SECRET_FILE = "node-secret"
-NEXT_FILE = "node-secret.next"
-SERVERS_FILE = "node-servers"
-"""One origin per line: the servers that have accepted the secret, or a former one of this folder.
+NEXT_SECRET_FILE = "node-secret.next"
+ACCEPTED_SERVERS_FILE = "node-servers"
+"""Name of the file with the servers that have accepted a secret of this folder: one origin per line.
 
-Older workers did not write it, so without it any server may have accepted the secret.
+Older workers did not write the file. Without the file, any server may have accepted the secret.
 """
 LOCK_FILE = "worker.lock"
 
@@ -48,18 +48,18 @@ class NodeIdentity:
 
         Raise IdentityError.
         """
-        self._path, self._next = folder / SECRET_FILE, folder / NEXT_FILE
-        self._servers_path = folder / SERVERS_FILE
-        self._servers = _read_servers(self._servers_path)
-        self.successor = _read(self._next)
+        self._path, self._next = folder / SECRET_FILE, folder / NEXT_SECRET_FILE
+        self._servers_path = folder / ACCEPTED_SERVERS_FILE
+        self._servers = _read_accepted_servers(self._servers_path)
+        self.successor = _read_secret(self._next)
         if read_only:
-            self.secret = _read(self._path) or self.successor
+            self.secret = _read_secret(self._path) or self.successor
             if not self.secret:
                 self.secret, self._servers = secrets.token_hex(SECRET_BYTES), self._servers or []
             return
         if self.successor and not os.path.lexists(self._path):
-            self._replace_file()
-        self.secret = _read(self._path) or self._create_first()
+            self._rename_successor()
+        self.secret = _read_secret(self._path) or self._create_first_secret()
 
     @property
     def fingerprint(self) -> str:
@@ -67,67 +67,67 @@ class NodeIdentity:
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
     def prepare(self) -> str:
-        """Return the successor after storing it; reuse the successor of an unfinished rotation.
+        """Create, store and return the next secret. An unfinished rotation keeps its next secret.
 
         Raise IdentityError.
         """
         try:
             if self.successor == self.secret:
-                self._replace_file()
+                self._rename_successor()
         except OSError as error:
             raise IdentityError(f"cannot write {self._path}: {error.strerror}") from error
-        self.successor = self.successor or _create(self._next)
+        self.successor = self.successor or _create_secret_file(self._next)
         return self.successor
 
     def promote(self) -> None:
         """Make the successor the secret in use, even if the files cannot be changed."""
         self.secret = self.successor
         try:
-            self._replace_file()
+            self._rename_successor()
         except OSError as error:
             # The next start finds the successor in its own file and tries it too.
             log.error("cannot write the new secret to %s: %s", self._path, error.strerror)
 
     def is_accepted_by(self, url: str) -> bool:
         """Return True if the server at `url` has accepted this worker's secret before."""
-        return self._servers is None or _origin(url) in self._servers
+        return self._servers is None or _url_origin(url) in self._servers
 
     def record_acceptance(self, url: str) -> None:
         """Store that the server at `url` has accepted the secret."""
         known = self._servers or []
-        if _origin(url) in known:
+        if _url_origin(url) in known:
             return
         try:
-            self._write_servers([*known, _origin(url)])
+            self._write_accepted_servers([*known, _url_origin(url)])
         except OSError as error:
             log.error("cannot write %s: %s", self._servers_path, error.strerror)
 
-    def _create_first(self) -> str:
+    def _create_first_secret(self) -> str:
         if self._servers is None:  # first, so that no secret is without it
             try:
-                self._write_servers([])
+                self._write_accepted_servers([])
             except OSError as error:
-                raise _unwritable(self._servers_path, error) from error
-        return _create(self._path)
+                raise _unwritable_error(self._servers_path, error) from error
+        return _create_secret_file(self._path)
 
-    def _write_servers(self, origins: list[str]) -> None:
+    def _write_accepted_servers(self, origins: list[str]) -> None:
         self._servers = origins
         replace_file(self._servers_path, "".join(f"{origin}\n" for origin in origins))
 
-    def _replace_file(self) -> None:
+    def _rename_successor(self) -> None:
         os.rename(self._next, self._path)
         sync_folder(self._path.parent)
         self.successor = ""
 
 
-def _origin(url: str) -> str:
+def _url_origin(url: str) -> str:
     """Return scheme, host and port of a URL."""
     parts = urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
     return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
-def _read_servers(path: Path) -> list[str] | None:
+def _read_accepted_servers(path: Path) -> list[str] | None:
     try:
         return path.read_text(encoding="utf-8").split()
     except FileNotFoundError:
@@ -136,23 +136,23 @@ def _read_servers(path: Path) -> list[str] | None:
         raise IdentityError(f"cannot read {path}: {error}. Make it a file that this user owns.") from error
 
 
-def _create(path: Path) -> str:
-    """Create a secret unless one exists: 64 hex digits, mode 0600; the file survives a power cut."""
+def _create_secret_file(path: Path) -> str:
+    """Create a file with a secret (64 hex digits, mode 0600) that survives a power cut, unless it exists."""
     try:
         create_file(path, f"{secrets.token_hex(SECRET_BYTES)}\n")
     except OSError as error:
-        raise _unwritable(path, error) from error
-    return _read(path)
+        raise _unwritable_error(path, error) from error
+    return _read_secret(path)
 
 
-def _unwritable(path: Path, error: OSError) -> IdentityError:
+def _unwritable_error(path: Path, error: OSError) -> IdentityError:
     return IdentityError(
         f"cannot write the node's identity to {path}: {error.strerror}. "
         "Set LOCALAI_WORKER_DATA_DIR to a folder that this user can write to."
     )
 
 
-def _read(path: Path) -> str:
+def _read_secret(path: Path) -> str:
     """Read the secret in `path`; empty if the file does not exist. Raise IdentityError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -186,7 +186,7 @@ def is_in_use(folder: Path) -> bool:
     return False
 
 
-def claim(folder: Path) -> IO[str]:
+def lock_data_folder(folder: Path) -> IO[str]:
     """Lock the data folder until the returned file is closed. Raise IdentityError if it is in use."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

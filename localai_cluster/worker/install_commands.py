@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localai_cluster.gallery_index import name_of
+from localai_cluster.gallery_index import default_backend_name
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.messaging.messages import (
@@ -37,14 +37,14 @@ from localai_cluster.worker.cancellation import Command
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
-from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore_tick
+from localai_cluster.worker.progress import ProgressStream, ReportTick, Tick, ignore_tick
 from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
 
-CANCEL_LIMIT = 4.0
+CANCEL_TIMEOUT = 4.0
 """Seconds within which a cancelled command must end; a controller waits 5 s for the reply."""
-_POLL_SECONDS = 0.25
+_CANCEL_POLL_SECONDS = 0.25
 
 OpenProgress = Callable[[str, str], ProgressStream]
 """Opens the progress stream for the id of an operation and the name of a backend."""
@@ -87,13 +87,13 @@ class InstallCommands:
         command has not ended in time; it will end later.
         """
         commands = [command for command in self._running.values() if op_id and command.op_id == op_id]
-        results = await asyncio.gather(*(self._cancel(command) for command in commands))
+        results = await asyncio.gather(*(self._cancel_command(command) for command in commands))
         return any(results)
 
-    async def _cancel(self, command: Command) -> bool:
+    async def _cancel_command(self, command: Command) -> bool:
         log.info("op=%s cancelled", printable(command.op_id))
         command.cancel()
-        task, deadline = command.task, clock.monotonic() + CANCEL_LIMIT
+        task, deadline = command.task, clock.monotonic() + CANCEL_TIMEOUT
         assert task is not None
         while not task.done():
             if clock.monotonic() > deadline:
@@ -103,12 +103,12 @@ class InstallCommands:
                 stop = asyncio.create_task(self.supervisor.stop(command.key, force=True))
                 self._stops.add(stop)
                 stop.add_done_callback(self._stops.discard)
-            await asyncio.wait({task}, timeout=_POLL_SECONDS)
+            await asyncio.wait({task}, timeout=_CANCEL_POLL_SECONDS)
         return not task.cancelled() and task.exception() is None and not task.result().success
 
     async def cancel_all(self) -> None:
         """End all running commands. Raise Conflict if a command has not ended in time."""
-        await asyncio.gather(*(self._cancel(command) for command in list(self._running.values())))
+        await asyncio.gather(*(self._cancel_command(command) for command in list(self._running.values())))
 
     async def close(self) -> None:
         """Cancel the running commands."""
@@ -123,7 +123,7 @@ class InstallCommands:
         if command is None:
             command = self._running[request] = Command(request.op_id)
             task = asyncio.create_task(
-                self._run_logged(request, run(command)), name=f"command {request.backend}"
+                self._run_and_log(request, run(command)), name=f"command {request.backend}"
             )
             task.add_done_callback(lambda _: self._running.pop(request, None))
             command.task = task
@@ -141,8 +141,8 @@ class InstallCommands:
                 raise Stopped("the worker is shutting down") from None
             raise
 
-    async def _run_logged(self, request: Any, work: Coroutine[Any, Any, Any]) -> Any:
-        label = _label(request)
+    async def _run_and_log(self, request: Any, work: Coroutine[Any, Any, Any]) -> Any:
+        label = _command_label(request)
         operation, backend = printable(request.op_id), printable(request.backend or request.uri)
         log.info("op=%s backend=%s %s started", operation, backend, label)
         reply = await work
@@ -161,41 +161,43 @@ class InstallCommands:
         except Stopped:
             raise
         except (ClusterError, OSError) as error:
-            return InstallReply(False, error=_text(error), interrupted=isinstance(error, StartInterrupted))
+            return InstallReply(
+                False, error=_error_text(error), interrupted=isinstance(error, StartInterrupted)
+            )
         finally:
             if stream is not None:
                 await stream.finish()
 
     async def _ensure_installed(
-        self, request: InstallRequest, command: Command, report: Report
+        self, request: InstallRequest, command: Command, report: ReportTick
     ) -> InstallReply:
         name = requested_name(request)
-        key = process_key(model_name(request.model_id) or name, _slot(request.replica_index))
+        key = process_key(model_name(request.model_id) or name, _valid_replica_index(request.replica_index))
         if not self.gpus_known(request.gpus):
-            raise InvalidInput(f"this node has no such GPUs: {_shorten(request.gpus)}", field="gpus")
-        async with self._exclusive(name):
+            raise InvalidInput(f"this node has no such GPUs: {_format_first_ids(request.gpus)}", field="gpus")
+        async with self._lock_name_and_folder(name):
             if request.force:
-                keys = await self._keys(name)
+                keys = await self._running_keys(name)
                 with command.uninterruptible():
                     await self.supervisor.ensure_stopped([*keys, key], force=True)
             elif not request.install_only and (
-                engine := await self._reusable_engine(key, name, command, request.gpus)
+                engine := await self._reuse_or_stop_engine(key, name, command, request.gpus)
             ):
-                return self._success(engine)
-            start_file = await self._ensure_files(request, name, command, report)
+                return self._success_reply(engine)
+            start_file = await self._ensure_start_file(request, name, command, report)
             if request.install_only:
                 return InstallReply(True)
             report(Tick("starting"))
             # Another name of the same backend has its own lock, but may use the same key.
-            async with self._lock(f"\0{key}"):  # no backend name contains a NUL
-                engine = await self._reusable_engine(key, name, command, request.gpus)
+            async with self._lock_of(f"\0{key}"):  # no backend name contains a NUL
+                engine = await self._reuse_or_stop_engine(key, name, command, request.gpus)
                 if engine is None:
                     entry = await asyncio.to_thread(self.store.find, name)
                     backend = entry.name if entry else name
-                    engine = await self._start(command, key, backend, start_file, request.gpus)
-                return self._success(engine)
+                    engine = await self._start_engine(command, key, backend, start_file, request.gpus)
+                return self._success_reply(engine)
 
-    async def _start(
+    async def _start_engine(
         self, command: Command, key: str, backend: str, start_file: Path, gpus: tuple[str, ...]
     ) -> Engine:
         with command.uninterruptible(key):
@@ -204,7 +206,7 @@ class InstallCommands:
                 await self.supervisor.stop(key, force=True)
         return engine
 
-    async def _reusable_engine(
+    async def _reuse_or_stop_engine(
         self, key: str, name: str, command: Command, gpus: tuple[str, ...]
     ) -> Engine | None:
         """Return the ready engine under `key` if it can serve the backend `name`.
@@ -226,13 +228,13 @@ class InstallCommands:
             return None
         return engine if await engine.wait_started() else None
 
-    async def _ensure_files(
-        self, request: InstallRequest, name: str, command: Command, report: Report
+    async def _ensure_start_file(
+        self, request: InstallRequest, name: str, command: Command, report: ReportTick
     ) -> Path:
         start_file = await asyncio.to_thread(self.store.start_file, name)
         if start_file is not None and not request.force:
             return start_file
-        installed = await self.installer.install(self._source(request, name), report, command.halt)
+        installed = await self.installer.install(self._install_source(request, name), report, command.halt)
         for candidate in (name, installed):
             start_file = await asyncio.to_thread(self.store.start_file, candidate)
             if start_file is not None:
@@ -245,26 +247,29 @@ class InstallCommands:
         try:
             name = requested_name(request)
             with command.interruptible():
-                async with self._exclusive(name):
-                    keys = [*await self._keys(name), process_key(name, _slot(request.replica_index))]
+                async with self._lock_name_and_folder(name):
+                    keys = [
+                        *await self._running_keys(name),
+                        process_key(name, _valid_replica_index(request.replica_index)),
+                    ]
                     with command.uninterruptible():
                         stopped += await self.supervisor.ensure_stopped(keys, force=True)
-                    source = self._source(request, name)
+                    source = self._install_source(request, name)
                     report = stream.report if stream else ignore_tick
                     await self.installer.install(source, report, command.halt)
-            return report_stopped(stopped)
+            return stopped_engines_reply(stopped)
         except Stopped:
             raise
         except (ClusterError, OSError) as error:
-            return report_stopped(stopped, error)
+            return stopped_engines_reply(stopped, error)
         finally:
             if stream is not None:
                 await stream.finish()
 
-    async def _keys(self, name: str) -> list[str]:
+    async def _running_keys(self, name: str) -> list[str]:
         return self.supervisor.of_backend(await asyncio.to_thread(self.store.identity, name))
 
-    def _source(self, request: InstallRequest | UpgradeRequest, name: str) -> InstallSource:
+    def _install_source(self, request: InstallRequest | UpgradeRequest, name: str) -> InstallSource:
         galleries: tuple[Gallery, ...] = self.config.backend_galleries
         if request.backend_galleries:
             galleries = decode_galleries(request.backend_galleries)
@@ -272,28 +277,28 @@ class InstallCommands:
             return InstallSource(strip_gallery(request.name) or name, galleries, request.uri, request.alias)
         return InstallSource(request.backend or request.name, galleries)
 
-    def _success(self, engine: Engine) -> InstallReply:
+    def _success_reply(self, engine: Engine) -> InstallReply:
         return InstallReply(True, address=f"{self.config.advertise_host}:{engine.port}", gpus=engine.gpus)
 
     @contextlib.asynccontextmanager
-    async def _exclusive(self, name: str) -> AsyncIterator[None]:
+    async def _lock_name_and_folder(self, name: str) -> AsyncIterator[None]:
         """Hold the locks of the name and of its build's folder, one command at a time for each.
 
         The folder's lock is always taken last and is no other build's name, so commands cannot deadlock.
         """
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._lock(name))
+            await stack.enter_async_context(self._lock_of(name))
             start_file = await asyncio.to_thread(self.store.start_file, name)
             build = start_file.parent.name if start_file else folder_name(name)
             if build.lower() != name.lower():
-                await stack.enter_async_context(self._lock(build))
+                await stack.enter_async_context(self._lock_of(build))
             yield
 
-    def _lock(self, name: str) -> asyncio.Lock:
+    def _lock_of(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name.lower(), asyncio.Lock())
 
 
-def _label(request: InstallRequest | UpgradeRequest) -> str:
+def _command_label(request: InstallRequest | UpgradeRequest) -> str:
     if isinstance(request, UpgradeRequest):
         return "upgrade"
     return "install" if request.install_only else f"load of {printable(request.model_id or request.backend)}"
@@ -306,12 +311,12 @@ def requested_name(request: InstallRequest | UpgradeRequest) -> str:
     """
     name = strip_gallery(request.backend) or strip_gallery(request.name)
     if not name:
-        name = name_of(request.uri)
+        name = default_backend_name(request.uri)
     folder_name(name)
     return name
 
 
-def report_stopped(keys: list[str], error: Exception | None = None) -> UpgradeReply:
+def stopped_engines_reply(keys: list[str], error: Exception | None = None) -> UpgradeReply:
     """Return the reply to upgrade and delete, with the keys of the stopped processes.
 
     The reply is a success unless there is an error.
@@ -319,22 +324,22 @@ def report_stopped(keys: list[str], error: Exception | None = None) -> UpgradeRe
     stopped = [*keys, *(error.data.get("stopped", ()) if isinstance(error, StopFailed) else ())]
     return UpgradeReply(
         success=error is None,
-        error=_text(error) if error else "",
+        error=_error_text(error) if error else "",
         stopped_process_keys=tuple(dict.fromkeys(stopped)),
         reports_stopped_processes=True,
     )
 
 
-def _slot(index: int) -> int:
+def _valid_replica_index(index: int) -> int:
     if not 0 <= index < 2**31:
         raise InvalidInput(f"not a replica index: {index}", field="replica_index")
     return index
 
 
-def _shorten(ids: Sequence[str]) -> str:
+def _format_first_ids(ids: Sequence[str]) -> str:
     """Format the first ids for an error message; they are untrusted."""
     return printable(", ".join(ids[:8]))[:200]
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return error.message if isinstance(error, ClusterError) else str(error)

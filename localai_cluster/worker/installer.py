@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import SUFFIXES, archive_stem
+from localai_cluster.gallery_index import ARCHIVE_SUFFIXES, archive_stem
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.messages import Gallery, encode
@@ -51,7 +51,7 @@ from localai_cluster.worker.download import (
     sha256_of,
 )
 from localai_cluster.worker.galleries import Galleries
-from localai_cluster.worker.progress import Report, Tick
+from localai_cluster.worker.progress import ReportTick, Tick
 from localai_cluster.worker.source_files import (
     SHUTDOWN_MESSAGE,
     DiskFull,
@@ -65,7 +65,7 @@ from localai_cluster.worker.source_files import (
 log = logging.getLogger(__name__)
 
 PARALLEL_COPIES = 4
-DIGEST = "sha256:"
+DIGEST_PREFIX = "sha256:"
 """Prefix of the archive's hash in the metadata field `digest`, as in OCI."""
 
 
@@ -87,7 +87,7 @@ class InstallSource:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _FileSource:
     """The source of an entry's files: `uri` as in the gallery, and `location`, its resolved form."""
 
     uri: str
@@ -108,7 +108,7 @@ class _Source:
 class _InstallContext:
     """The progress callback and the halt flag of one install."""
 
-    report: Report
+    report: ReportTick
     halt: Halt
 
     def show_bytes(self, done: int, total: int, name: str) -> None:
@@ -116,10 +116,10 @@ class _InstallContext:
         self.report(Tick("downloading", done, total, name))
 
 
-def _reason_unverified(source: _Source) -> str:
-    """Return the reason why nothing verifies a download; "" if something does (worker.md §18.3).
+def _unverified_reason(source: _FileSource) -> str:
+    """Return the reason why a download cannot be verified; "" if it can be (worker.md §18.3).
 
-    The result is "" for folders too.
+    The result is "" for a local folder too, because nothing is downloaded.
     """
     reference, path = references.parse(source.location), gallery_index.local_path(source.location)
     if reference and source.is_signed:
@@ -129,7 +129,7 @@ def _reason_unverified(source: _Source) -> str:
     return f"has no {'digest in its reference' if reference else 'sha256 in its gallery'}"
 
 
-Fill = Callable[[Path], None]
+FillFolder = Callable[[Path], None]
 """Fills a new folder with the backend's files. Blocks."""
 
 
@@ -168,7 +168,7 @@ class Installer:
         self._threads = ThreadPoolExecutor(PARALLEL_COPIES, thread_name_prefix="install")
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
-    async def install(self, source: InstallSource, report: Report, halt: Halt | None = None) -> str:
+    async def install(self, source: InstallSource, report: ReportTick, halt: Halt | None = None) -> str:
         """Install a backend in place of a former version; return the name of its folder.
 
         `halt` or a cancellation of the task ends the install and removes its files; once the new files are in
@@ -187,7 +187,7 @@ class Installer:
         context.report(Tick("resolving"))
         uri = source.uri
         if uri and (uri.startswith("/") or ":" in uri or references.parse(uri)):
-            file_source = _Source(uri, gallery_index.web_address(uri, self._github_url))
+            file_source = _FileSource(uri, gallery_index.web_address(uri, self._github_url))
             name = source.name or archive_stem(file_source.file_name) or file_source.file_name
             return await self._install_source(
                 file_source,
@@ -203,7 +203,7 @@ class Installer:
         log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
         folder = await self._install_build(choice.build, context)
         if choice.meta is not None:
-            await self._in_thread(context.halt, self._write_meta, choice.meta, folder)
+            await self._run_in_thread(context.halt, self._write_meta_backend, choice.meta, folder)
             return folder_name(choice.meta.name)
         return folder
 
@@ -226,7 +226,7 @@ class Installer:
         for uri in uris:
             try:
                 location = gallery_index.resolve_source(uri, build.gallery.url, self._github_url)
-                source = _Source(uri, location, build.sha256, bool(build.gallery.verification))
+                source = _FileSource(uri, location, build.sha256, bool(build.gallery.verification))
                 return await self._install_source(source, metadata, context)
             except Stopped:
                 raise
@@ -236,12 +236,12 @@ class Installer:
                 if isinstance(error, DiskFull):  # the next source would fill the disk as well
                     break
                 if isinstance(error, ImageMissing) and uri == build.uri:
-                    uris += references.fallbacks(uri)
+                    uris += references.fallback_images(uri)
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
-    async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
-        """Fetch the files and swap them in; at most one install at a time works on a folder."""
-        if problem := await in_thread(_reason_unverified, source):
+    async def _install_source(self, source: _FileSource, metadata: Metadata, context: _InstallContext) -> str:
+        """Fetch the files and move them into place; at most one install at a time works on a folder."""
+        if problem := await in_thread(_unverified_reason, source):
             problem = f"{gallery_index.public_url(source.location)} {problem}"
             if self._require_integrity:
                 raise InstallFailed(
@@ -256,54 +256,60 @@ class Installer:
             if references.parse(source.location) is None and path is not None:
                 fill, digest = await in_thread(self._local_source, source, folder, context)
                 metadata = replace(metadata, digest=digest)
-                await self._in_thread(context.halt, self._fill_and_swap, fill, folder, metadata, context.halt)
+                await self._run_in_thread(
+                    context.halt, self._fill_and_swap, fill, folder, metadata, context.halt
+                )
             else:
                 await self._install_download(source, folder, metadata, context)
         return folder
 
     async def _install_download(
-        self, source: _Source, folder: str, metadata: Metadata, context: _InstallContext
+        self, source: _FileSource, folder: str, metadata: Metadata, context: _InstallContext
     ) -> None:
         halt, reference = context.halt, references.parse(source.location)
         if reference is not None:
             image = await self._images.pull(reference, folder, context.show_bytes, halt)
             failpoints.passed("worker.pull:complete")
         else:
-            archive = self._archive(source, folder)
+            archive = self._archive_of(source, folder)
             await self._downloads.fetch(archive, context.show_bytes, halt)
             image = PulledImage("", (archive.partial,))
         size = sum(path.lstat().st_size for path in image.layers)
         context.show_bytes(size, size, "unpacking")
         is_image = reference is not None
-        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, is_image=is_image)
+        fill = _unpacking_fill(image.layers, Throttle(0), halt, lambda *_: None, is_image=is_image)
         try:
             # If the gallery has a hash, the download has verified it.
-            digest = image.digest or DIGEST + (
+            digest = image.digest or DIGEST_PREFIX + (
                 source.sha256 or await in_thread(sha256_of, image.layers[0], halt)
             )
             metadata = replace(metadata, digest=digest)
-            await self._in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
+            await self._run_in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
         finally:
             if halt.cancelled or not halt.is_set():  # otherwise the next install resumes it
                 for path in image.layers:
                     path.unlink(missing_ok=True)
 
-    def _archive(self, source: _Source, folder: str) -> Archive:
+    def _archive_of(self, source: _FileSource, folder: str) -> Archive:
         """Return the archive to download. Raise InstallFailed for a source that cannot be downloaded."""
         if not source.location.startswith(("http://", "https://", gallery_index.CLUSTER_PREFIX)):
             raise InstallFailed(
                 f"{gallery_index.public_url(source.location)} is not a source that this worker knows: use a"
-                f" folder, {', '.join(SUFFIXES)} as a file or over http:// or https://, or an image as oci://"
+                f" folder, {', '.join(ARCHIVE_SUFFIXES)} as a file or over http:// or https://, or an image"
+                " as oci://"
             )
         if archive_stem(source.file_name) is None:
             raise InstallFailed(
-                f"{gallery_index.public_url(source.location)} is not an archive ({', '.join(SUFFIXES)})"
+                f"{gallery_index.public_url(source.location)} is not an archive"
+                f" ({', '.join(ARCHIVE_SUFFIXES)})"
             )
         partial = partial_path(self._store.backends, folder, source.location, source.sha256)
         return Archive(source.location, source.sha256, partial)
 
-    def _local_source(self, source: _Source, folder: str, context: _InstallContext) -> tuple[Fill, str]:
-        """Return a function that copies or unpacks a local source, and an archive's digest.
+    def _local_source(
+        self, source: _FileSource, folder: str, context: _InstallContext
+    ) -> tuple[FillFolder, str]:
+        """Return a function that copies or unpacks a local source, and the digest of a local archive.
 
         Raise InstallFailed.
         """
@@ -321,17 +327,19 @@ class Installer:
             digest_hex = sha256_of(real, context.halt)
             if problem := hash_problem(digest_hex, source.sha256):
                 raise InstallFailed(f"{path}: {problem}")
-            return _unpack_into([real], self._throttle, context.halt, context.show_bytes), DIGEST + digest_hex
+            return _unpacking_fill(
+                [real], self._throttle, context.halt, context.show_bytes
+            ), DIGEST_PREFIX + digest_hex
         if not real.is_dir():
             raise InstallFailed(
-                f"{path} is not a folder or an archive ({', '.join(SUFFIXES)}) on this worker"
+                f"{path} is not a folder or an archive ({', '.join(ARCHIVE_SUFFIXES)}) on this worker"
             )
         target = self._store.backends / folder
         if real.is_relative_to(target.resolve()) or self._store.backends.resolve().is_relative_to(real):
             raise InstallFailed(f"{real} is the installed backend itself, or contains it")
         return lambda staged: copy_tree(real, staged, self._throttle, context.halt, context.show_bytes), ""
 
-    async def _in_thread(self, halt: Halt, call: Callable[..., None], *arguments: Any) -> None:
+    async def _run_in_thread(self, halt: Halt, call: Callable[..., None], *arguments: Any) -> None:
         """Run `call` on one of the few threads. A cancellation has no effect after `call` has succeeded."""
         submitted = self._threads.submit(call, *arguments)
         task = asyncio.wrap_future(submitted)
@@ -346,7 +354,7 @@ class Installer:
                 raise
             clear_cancellation()
 
-    def _fill_and_swap(self, fill: Fill, folder: str, metadata: Metadata, halt: Halt) -> None:
+    def _fill_and_swap(self, fill: FillFolder, folder: str, metadata: Metadata, halt: Halt) -> None:
         target = self._store.backends / folder
         staged = target.with_name(folder + STAGED_SUFFIX)
         try:
@@ -357,11 +365,11 @@ class Installer:
             if start.is_symlink() or not start.is_file():
                 raise InstallFailed(f'the source of "{folder}" contains no {START_FILE} at its top')
             (staged / METADATA_FILE).unlink(missing_ok=True)
-            (staged / METADATA_FILE).write_bytes(encode(replace(metadata, size=_size_of(staged))))
+            (staged / METADATA_FILE).write_bytes(encode(replace(metadata, size=_folder_size(staged))))
             failpoints.passed("worker.install:staged")
             if halt.is_set():
                 raise Stopped(SHUTDOWN_MESSAGE)
-            swap(staged, target)
+            replace_folder(staged, target)
             failpoints.passed("worker.install:swapped")
         except (OSError, ValueError) as error:
             raise InstallFailed(f'cannot install "{folder}": {error}') from error
@@ -371,7 +379,7 @@ class Installer:
             except OSError as error:
                 log.warning("cannot remove %s: %s", staged, error)
 
-    def _write_meta(self, meta: gallery_index.GalleryEntry, concrete: str) -> None:
+    def _write_meta_backend(self, meta: gallery_index.GalleryEntry, concrete: str) -> None:
         folder = folder_name(meta.name)
         target = self._store.backends / folder
         staged = target.with_name(folder + STAGED_SUFFIX)
@@ -386,24 +394,24 @@ class Installer:
             discard(staged)
             staged.mkdir()
             (staged / METADATA_FILE).write_bytes(encode(metadata))
-            swap(staged, target)
+            replace_folder(staged, target)
         except OSError as error:
             raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
 
 
-def _size_of(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     """Return the bytes of all files below `folder`."""
     entries = (path.lstat() for path in folder.rglob("*"))
     return sum(entry.st_size for entry in entries if stat.S_ISREG(entry.st_mode))
 
 
-def _unpack_into(
+def _unpacking_fill(
     layers: Sequence[Path], throttle: Throttle, halt: Halt, show: OnBytes, *, is_image: bool = False
-) -> Fill:
+) -> FillFolder:
     return lambda staged: unpack(layers, staged, throttle, halt, show, is_image=is_image)
 
 
-def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:
+def replace_folder(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:
     """Replace `target` with `staged`; on failure restore the old version. Raise OSError."""
     backup = target.with_name(target.name + BACKUP_SUFFIX)
     discard(backup)

@@ -23,7 +23,7 @@ from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.commands import Commands, Pauses
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import (
-    CALL_LIMIT,
+    CALL_TIMEOUT,
     CallFailed,
     ControlPlane,
     Registered,
@@ -35,7 +35,7 @@ from localai_cluster.worker.engines import EngineSupervisor, bind_host_for
 from localai_cluster.worker.files.fetches import Fetches, outbound_of
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
-from localai_cluster.worker.hardware import Gpus
+from localai_cluster.worker.hardware import GpuTotals
 from localai_cluster.worker.heartbeats import HeartbeatLoop, measure_figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
@@ -50,19 +50,19 @@ from localai_cluster.worker.source_files import Throttle
 
 log = logging.getLogger(__name__)
 
-POLL_EVERY = 1.0
-POLL_LIMIT = 30.0
-DEREGISTER_LIMIT = 60.0
+REQUEST_POLL_SECONDS = 1.0
+MAX_REQUEST_WAIT_SECONDS = 30.0
+DEREGISTER_TIMEOUT = 60.0
 
 
 async def drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
-    """Drain, wait up to 30 s for running requests, deregister.
+    """Drain the node, wait up to 30 s for its running requests, and deregister it.
 
-    The whole takes at most 60 s; `hurry` ends it earlier.
+    This takes at most 60 s. `hurry` ends it earlier.
     """
     stopping = asyncio.create_task(_drain_and_deregister(control_plane, node_id, hurry))
     hurried = asyncio.create_task(hurry.wait())
-    await asyncio.wait({stopping, hurried}, timeout=DEREGISTER_LIMIT, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({stopping, hurried}, timeout=DEREGISTER_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
     await cancellation.end(stopping, hurried)
 
 
@@ -80,14 +80,14 @@ async def _drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry
 
 
 async def _wait_for_requests(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
-    for _ in range(round(POLL_LIMIT / POLL_EVERY)):
+    for _ in range(round(MAX_REQUEST_WAIT_SECONDS / REQUEST_POLL_SECONDS)):
         running = await control_plane.in_flight(node_id)
         if running <= 0:
             return
         log.info("waiting for %d running request(s)", running)
-        if await cancellation.wait_for(hurry, POLL_EVERY):
+        if await cancellation.wait_for(hurry, REQUEST_POLL_SECONDS):
             return
-    log.warning("requests are still running after %g s; shutting down anyway", POLL_LIMIT)
+    log.warning("requests are still running after %g s; shutting down anyway", MAX_REQUEST_WAIT_SECONDS)
 
 
 class Worker:
@@ -135,16 +135,20 @@ class Worker:
             lambda: ((engine.process.pid, engine.gpus) for engine in self._supervisor.engines()),
         )
         self._throttle = Throttle(config.download_rate)
-        self._install_commands = self._create_installs(store, downloads)
-        self._files = self._create_files(downloads)
+        self._install_commands = self._create_install_commands(store, downloads)
+        self._files = self._create_file_server(downloads)
         self._application = WorkerApplication(
-            self._problem, self._rings, self._files, lambda: self._supervisor.token, config.metrics_token
+            self._readiness_problem,
+            self._rings,
+            self._files,
+            lambda: self._supervisor.token,
+            config.metrics_token,
         )
         self._pauses = Pauses()
         self._commands = self._create_commands(store, instance)
         self._heartbeats = self._create_heartbeats(exits)
 
-    def _create_files(self, client: httpx.AsyncClient) -> FileServer:
+    def _create_file_server(self, client: httpx.AsyncClient) -> FileServer:
         config = self._config
         backends = (config.backends_path, config.backends_system_path)
         downloads = Downloads(client, refuse_served, self._throttle)
@@ -153,7 +157,7 @@ class Worker:
             Fetches(downloads, outbound_of(config), config.hugging_face_url),
         )
 
-    def _create_installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
+    def _create_install_commands(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
         config = self._config
         installer = Installer(
             store,
@@ -188,11 +192,11 @@ class Worker:
         config = self._config
         return HeartbeatLoop(
             self._control_plane,
-            self._off_bus,
+            self._off_bus_reason,
             config.heartbeat_interval,
             lambda: self._node_id,
             lambda: measure_figures(config.models_path, self._gpus),
-            self._register,
+            self._register_with_retries,
             self._register_once,
             self._commands.unsubscribe,
             exits,
@@ -201,7 +205,7 @@ class Worker:
     async def run(self) -> None:
         """Run until a signal, a `stop` message or a failure. Raise GaveUp and other failures."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle_stop_signal)
         metrics.RUNNING_ENGINES.set_function(lambda: len(self._supervisor.running()))
         metrics.BUS_CONNECTED.set_function(lambda: self._bus.connected)
         files, application = self._files, self._application
@@ -216,11 +220,13 @@ class Worker:
         log.info("stopped")
 
     async def _run_until_stopped(self) -> None:
-        await self._until_stopped(self._prefetch_and_register())
+        await self._run_work_until_stopped(self._prefetch_and_register())
         if not self._stop.is_set():
             self._bus.start()
             await self._commands.subscribe(self._node_id)
-            await self._until_stopped(asyncio.gather(self._heartbeats.run(), self._bus_credentials.run()))
+            await self._run_work_until_stopped(
+                asyncio.gather(self._heartbeats.run(), self._bus_credentials.run())
+            )
 
     async def _shut_down(self) -> None:
         log.info("shutting down")
@@ -230,7 +236,7 @@ class Worker:
         await self._install_commands.close()
         await self._supervisor.close()
 
-    async def _until_stopped(self, work: Any) -> None:
+    async def _run_work_until_stopped(self, work: Any) -> None:
         """Run `work` until it ends, fails, or the worker must stop."""
         task, stop = asyncio.ensure_future(work), asyncio.create_task(self._stop.wait())
         try:
@@ -242,23 +248,27 @@ class Worker:
 
     async def _prefetch_and_register(self) -> None:
         await prefetch(self._config, self._downloads)
-        await self._register()
+        await self._register_with_retries()
 
-    async def _register(self) -> None:
+    async def _register_with_retries(self) -> None:
         async with self._registering:
-            await self._adopt(await registration.register(self._control_plane, self._registration_body))
+            await self._use_registration(
+                await registration.register(self._control_plane, self._registration_body)
+            )
 
     async def _register_once(self) -> None:
         async with self._registering:
-            await self._adopt(await registration.register_once(self._control_plane, self._registration_body))
+            await self._use_registration(
+                await registration.register_once(self._control_plane, self._registration_body)
+            )
 
-    async def _adopt(self, registered: Registered) -> None:
+    async def _use_registration(self, registered: Registered) -> None:
         """Use the node id and credentials of a registration, and subscribe to the node's commands.
 
         Raise CallFailed if the server is of another kind and the engines of the former server cannot be
         stopped.
         """
-        await self._serve(registered.kind)
+        await self._grant_access(registered.kind)
         previous_id, self._node_id = self._node_id, registered.node_id
         if (previous_id, self._status) != (self._node_id, registered.status):
             self._status = registered.status
@@ -273,8 +283,8 @@ class Worker:
             log.warning("subscribing to the commands of node %s", self._node_id)
             await self._commands.subscribe(self._node_id)
 
-    async def _serve(self, kind: ServerKind) -> None:
-        """Give the server of this kind access to files, logs and engines. Raise CallFailed.
+    async def _grant_access(self, kind: ServerKind) -> None:
+        """Let a server of this kind use the worker's files, logs and engines. Raise CallFailed.
 
         An engine accepts one token only, so the engines of a server of the other kind end first.
         """
@@ -287,7 +297,7 @@ class Worker:
         shared = self._config.registration_token
         # Without a registration token everybody would have access: nobody knows the engine token there.
         self._supervisor.token = shared if kind is ServerKind.STOCK and shared else self._engine_token
-        self._application.end_readers()
+        self._application.close_log_sockets()
         self._control_plane.kind = kind
         if kind is ServerKind.STOCK and not shared:
             log.error(
@@ -310,7 +320,7 @@ class Worker:
 
     async def _registration_body(self) -> dict[str, Any]:
         # Fall back to the last reading: a node does not lose its GPUs because the driver does not respond.
-        gpus = await hardware.read_gpus(self._gpus) or Gpus.of(self._gpus.last)
+        gpus = await hardware.read_gpus(self._gpus) or GpuTotals.of(self._gpus.last)
         measured = hardware.measure_figures(self._config.models_path)
         body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
         # Last, with no await before the request is sent: the list must not be out of date.
@@ -327,18 +337,18 @@ class Worker:
 
         return ProgressStream(send, op_id, node_id, backend)
 
-    def _problem(self) -> str:
+    def _readiness_problem(self) -> str:
         if not self._node_id:
             return "not registered yet"
-        return self._off_bus() or self._heartbeats.problem
+        return self._off_bus_reason() or self._heartbeats.problem
 
-    def _off_bus(self) -> str:
+    def _off_bus_reason(self) -> str:
         """Return the reason why this worker is not on the bus; "" if it is."""
         if self._bus.connected:
             return ""
         return self._bus_credentials.problem or "the message bus is not connected"
 
-    def _on_signal(self) -> None:
+    def _handle_stop_signal(self) -> None:
         if self._stop.is_set():
             log.warning("second signal: stopping at once")
             self._hurry.set()
@@ -353,7 +363,7 @@ async def run(config: Config, identity: NodeIdentity) -> None:
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
     config, listener = open_probe_listener(config)
-    gpus = await hardware.read_gpus(hardware.create_reader(config.test_gpus, tuple)) or Gpus()
+    gpus = await hardware.read_gpus(hardware.create_reader(config.test_gpus, tuple)) or GpuTotals()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
@@ -362,10 +372,10 @@ async def run(config: Config, identity: NodeIdentity) -> None:
         stack.push_async_callback(asyncio.to_thread, reaper.close)
         # Galleries and registries are verified by their own CAs, not by those for the control plane.
         downloads = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True)
+            httpx.AsyncClient(timeout=CALL_TIMEOUT, verify=config.registry_ca or True)
         )
         client = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True)
+            httpx.AsyncClient(timeout=CALL_TIMEOUT, verify=config.tls or True)
         )
         log.info(
             "starting node=%s capability=%s address=%s fingerprint=%s",

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 
-LINES = 1000
-BYTES = 1024 * 1024
-LINE_LIMIT = 8192
+DEFAULT_RING_LINES = 1000
+DEFAULT_RING_BYTES = 1024 * 1024
+MAX_LINE_LENGTH = 8192
 """Maximum stored characters of a line."""
-_RAW_LINE_LIMIT = 2 * LINE_LIMIT
+_MAX_RAW_LINE_BYTES = 2 * MAX_LINE_LENGTH
 """Maximum bytes of a line that are kept before the line is shortened."""
-_CUT = " [cut]"
+_CUT_MARK = " [cut]"
 MAX_ENDED_RINGS = 32
 """Maximum number of ended engines whose rings are stored."""
 
@@ -45,10 +45,10 @@ class _Ring:
 
     def append(self, line: LogLine, most_lines: int, most_bytes: int) -> None:
         self.lines.append(line)
-        self.size += _size(line)
+        self.size += _text_bytes(line)
         self.total += 1
         while len(self.lines) > most_lines or (self.size > most_bytes and len(self.lines) > 1):
-            self.size -= _size(self.lines.popleft())
+            self.size -= _text_bytes(self.lines.popleft())
 
     def since(self, position: int) -> tuple[list[LogLine], int]:
         """Return the stored lines after the first `position` lines, and the number of dropped lines."""
@@ -58,7 +58,7 @@ class _Ring:
 
 
 class Cursor:
-    """The cursor of one follower of a name; the event `news` is set while there may be unread lines."""
+    """The reading position of one follower of output. The event `news` is set while lines may be unread."""
 
     def __init__(self, rings: "LogRings", name: str) -> None:
         self.news = asyncio.Event()
@@ -67,25 +67,25 @@ class Cursor:
         self._positions: dict[_Ring, int] = {}
         self._has_read = False
 
-    def take(self) -> tuple[list[LogLine], int]:
+    def take_unread(self) -> tuple[list[LogLine], int]:
         """Return the unread lines of all replicas, ordered by time, and the number of lost lines."""
         self.news.clear()
-        rings = self._rings.of(self._name)
+        rings = self._rings.rings_of(self._name)
         unread = [ring.since(self._positions.get(ring, 0)) for ring in rings]
         if not self._has_read:
             # Lines that were dropped before the first read do not count as missed.
             self._has_read, unread = True, [(lines, 0) for lines, _ in unread]
         self._positions = {ring: ring.total for ring in rings}
-        return _by_time(lines for lines, _ in unread), sum(missed for _, missed in unread)
+        return _sort_by_time(lines for lines, _ in unread), sum(missed for _, missed in unread)
 
 
 class LogRings:
-    """The rings of all process keys, each of at most `read_lines` lines and `size` bytes of text.
+    """The rings of all process keys, each of at most `lines` lines and `size` bytes of text.
 
     The rings of the engines that ended first are dropped first.
     """
 
-    def __init__(self, lines: int = LINES, size: int = BYTES) -> None:
+    def __init__(self, lines: int = DEFAULT_RING_LINES, size: int = DEFAULT_RING_BYTES) -> None:
         self._most_lines, self._most_bytes = lines, size
         self._rings: dict[str, _Ring] = {}
         self._ended: dict[str, None] = {}
@@ -97,7 +97,7 @@ class LogRings:
         self._rings.setdefault(key, _Ring()).append(line, self._most_lines, self._most_bytes)
         self._notify_followers(key)
 
-    def ended(self, key: str) -> None:
+    def mark_ended(self, key: str) -> None:
         """Mark the engine of `key` as ended: its ring is dropped after `MAX_ENDED_RINGS` later ends."""
         if key in self._rings:
             self._ended.pop(key, None)
@@ -113,13 +113,13 @@ class LogRings:
 
     def lines(self, name: str) -> list[LogLine]:
         """Return the lines of a key, or of all replicas of a model id ordered by time (worker.md §11)."""
-        return _by_time(ring.lines for ring in self.of(name))
+        return _sort_by_time(ring.lines for ring in self.rings_of(name))
 
     @contextlib.contextmanager
     def follow(self, name: str) -> Iterator[Cursor]:
         """Return a cursor at the first line of a process key, or of all replicas of a model id.
 
-        Later replicas are included.
+        The cursor also reads the lines of replicas that start later.
         """
         cursor = Cursor(self, name)
         self._following.setdefault(name, set()).add(cursor)
@@ -135,7 +135,7 @@ class LogRings:
             for cursor in self._following.get(name, ()):
                 cursor.news.set()
 
-    def of(self, name: str) -> list[_Ring]:
+    def rings_of(self, name: str) -> list[_Ring]:
         """Return the rings of a process key or a model id."""
         if "#" in name:
             return [self._rings[name]] if name in self._rings else []
@@ -147,11 +147,11 @@ def model_of(key: str) -> str:
     return key.partition("#")[0]
 
 
-def _by_time(parts: Iterable[Iterable[LogLine]]) -> list[LogLine]:
+def _sort_by_time(parts: Iterable[Iterable[LogLine]]) -> list[LogLine]:
     return sorted((line for part in parts for line in part), key=lambda line: line.timestamp)
 
 
-def _size(line: LogLine) -> int:
+def _text_bytes(line: LogLine) -> int:
     return len(line.text.encode())
 
 
@@ -162,9 +162,9 @@ def clean_line(line: bytes, token: str) -> str:
     """
     text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
     text = text.replace(token, "***") if token else text
-    if len(line) >= _RAW_LINE_LIMIT:
+    if len(line) >= _MAX_RAW_LINE_BYTES:
         text = text[: -len(token)] if token else text  # the end may hold a part of the token
-    return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - len(_CUT)] + _CUT
+    return text if len(text) <= MAX_LINE_LENGTH else text[: MAX_LINE_LENGTH - len(_CUT_MARK)] + _CUT_MARK
 
 
 async def read_lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
@@ -173,9 +173,9 @@ async def read_lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while piece := await stream.read(64 * 1024):
         *lines, buffer = (buffer + piece).split(b"\n")
         for line in lines:
-            yield line[:_RAW_LINE_LIMIT]
-        if len(buffer) > _RAW_LINE_LIMIT:
+            yield line[:_MAX_RAW_LINE_BYTES]
+        if len(buffer) > _MAX_RAW_LINE_BYTES:
             # A progress bar overwrites itself: keep its last state only.
-            buffer = buffer.rpartition(b"\r")[2][:_RAW_LINE_LIMIT]
+            buffer = buffer.rpartition(b"\r")[2][:_MAX_RAW_LINE_BYTES]
     if buffer:
         yield buffer

@@ -1,7 +1,7 @@
 """The port block of one worker among several on a machine, and the assignment of ports to engines.
 
 A worker serves its probes on one port and its engines on the ports above it. With `find_ports` the worker
-takes the first free block of `BLOCK` ports. Listening on the probe port reserves the block, because two
+takes the first free block of `BLOCK_SIZE` ports. Listening on the probe port reserves the block, because two
 workers that start at the same time cannot both listen there. The worker stores its block in the data folder
 and tries it first at the next start, so that stored addresses stay valid.
 """
@@ -31,7 +31,7 @@ class NoFreePort(ClusterError):
 
 @dataclass
 class PortAllocator:
-    """Ports from `base` to `highest`, both inclusive. Every `now` is a time of one monotonic clock.
+    """Assigns the ports from `base` to `highest` to engines. Every `now` is a time of one monotonic clock.
 
     A released port is not used for 15 s and stays reserved for its last key for 5 min: a row of the control
     plane may still have the old address, and a health probe cannot distinguish engines.
@@ -39,14 +39,14 @@ class PortAllocator:
 
     base: int
     highest: int
-    _next: int = field(init=False)
+    _never_used_from: int = field(init=False)
     _used: dict[int, str] = field(default_factory=dict, init=False)
     _quarantined: dict[int, float] = field(default_factory=dict, init=False)
     _free: set[int] = field(default_factory=set, init=False)
-    _reserved: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
+    _reservation_by_port: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._next = self.base
+        self._never_used_from = self.base
 
     def allocate(self, key: str, now: float) -> int:
         """Return a port for `key`. Raise NoFreePort.
@@ -54,8 +54,8 @@ class PortAllocator:
         In order of preference: the last port of `key`, an unreserved free port, a port that was never used,
         any free port.
         """
-        self._sweep(now)
-        port = self._choose(key)
+        self._free_expired(now)
+        port = self._choose_port(key)
         if port is None:
             raise NoFreePort(
                 f"no free port between {self.base} and {self.highest}: {len(self._used)} in use, "
@@ -63,7 +63,7 @@ class PortAllocator:
                 "Raise LOCALAI_GRPC_MAX_PORT"
             )
         self._free.discard(port)
-        self._reserved.pop(port, None)
+        self._reservation_by_port.pop(port, None)
         self._used[port] = key
         return port
 
@@ -72,56 +72,60 @@ class PortAllocator:
         key = self._used.pop(port, None)
         if key is not None:
             self._quarantined[port] = now + QUARANTINE_SECONDS
-            self._reserved[port] = (key, now + RESERVATION_SECONDS)
+            self._reservation_by_port[port] = (key, now + RESERVATION_SECONDS)
 
-    def _choose(self, key: str) -> int | None:
-        reserved = [port for port in self._free if self._reserved.get(port, ("", 0.0))[0] == key]
+    def _choose_port(self, key: str) -> int | None:
+        reserved = [port for port in self._free if self._reservation_by_port.get(port, ("", 0.0))[0] == key]
         if reserved:
             return min(reserved)
-        unreserved = self._free - self._reserved.keys()
+        unreserved = self._free - self._reservation_by_port.keys()
         if unreserved:
             return min(unreserved)
-        if self._next <= self.highest:
-            self._next += 1
-            return self._next - 1
+        if self._never_used_from <= self.highest:
+            self._never_used_from += 1
+            return self._never_used_from - 1
         return min(self._free, default=None)
 
-    def _sweep(self, now: float) -> None:
+    def _free_expired(self, now: float) -> None:
         released = {port for port, until in self._quarantined.items() if until <= now}
         self._free |= released
         self._quarantined = {port: until for port, until in self._quarantined.items() if port not in released}
-        self._reserved = {
-            port: reservation for port, reservation in self._reserved.items() if reservation[1] > now
+        self._reservation_by_port = {
+            port: reservation
+            for port, reservation in self._reservation_by_port.items()
+            if reservation[1] > now
         }
 
 
-BLOCK = 100
+BLOCK_SIZE = 100
 """Number of ports of a block."""
-ENGINE_PORTS = 10
+MIN_FREE_ENGINE_PORTS = 10
 """Number of engine ports that must be free when a worker takes a block for the first time."""
 BLOCK_FILE = "worker-port"
 """File name, in the data folder, of the stored block."""
 
 
 def open_probe_listener(config: Config, *, store: bool = True) -> tuple[Config, socket.socket]:
-    """Open the probe listener; return it and the adjusted settings.
+    """Open the listener of the health probes; return it, and the settings with the ports in use.
 
     With `store`, write the block to the data folder. Raise InvalidSettings or OSError.
     """
     if not config.find_ports:
-        return config, _listen(config)
-    stored_base = _read_note(config.data_dir)
-    for base in _bases(config.base_port, stored_base):
-        block_config = _with_block(config, base)
-        with contextlib.suppress(_Occupied):
-            listener = _listen(block_config)
+        return config, _listen_on_probe_port(config)
+    stored_base = _read_stored_base(config.data_dir)
+    for base in _candidate_base_ports(config.base_port, stored_base):
+        block_config = _with_port_block(config, base)
+        with contextlib.suppress(_PortInUse):
+            listener = _listen_on_probe_port(block_config)
             # Engines of a killed worker may still be stopping, so its own block need not be free.
-            if base == stored_base or all(is_bindable(port) for port in range(base, base + ENGINE_PORTS)):
+            if base == stored_base or all(
+                is_bindable(port) for port in range(base, base + MIN_FREE_ENGINE_PORTS)
+            ):
                 if store:
-                    _write_note(config.data_dir, base)
+                    _store_base(config.data_dir, base)
                 return block_config, listener
             listener.close()
-    refuse("addr", f"no block of {BLOCK} ports is free from {config.base_port} up")
+    refuse("addr", f"no block of {BLOCK_SIZE} ports is free from {config.base_port} up")
 
 
 def is_bindable(port: int) -> bool:
@@ -135,30 +139,30 @@ def is_bindable(port: int) -> bool:
     return True
 
 
-class _Occupied(Exception):
+class _PortInUse(Exception):
     """The port is in use."""
 
 
-def _bases(first: int, stored_base: int) -> Iterator[int]:
+def _candidate_base_ports(first: int, stored_base: int) -> Iterator[int]:
     if stored_base:
         yield stored_base
-    yield from range(first, MAX_PORT - BLOCK, BLOCK)
+    yield from range(first, MAX_PORT - BLOCK_SIZE, BLOCK_SIZE)
 
 
-def _with_block(config: Config, base: int) -> Config:
+def _with_port_block(config: Config, base: int) -> Config:
     """Return the settings with the ports of the block that begins at `base`."""
     http_host, _ = split_host_port(config.advertise_http_addr)
     return replace(
         config,
         addr=f"{config.advertise_host}:{base}",
-        grpc_max_port=base + BLOCK - 2,
+        grpc_max_port=base + BLOCK_SIZE - 2,
         http_addr=f"{config.http_bind[0]}:{base - 1}",
         advertise_addr=f"{config.advertise_host}:{base}",
         advertise_http_addr=f"{http_host}:{base - 1}",
     )
 
 
-def _listen(config: Config) -> socket.socket:
+def _listen_on_probe_port(config: Config) -> socket.socket:
     host, port = config.http_bind[0].strip("[]"), config.http_bind[1]
     is_wildcard = not host and socket.has_dualstack_ipv6()
     listener = socket.socket(socket.AF_INET6 if is_wildcard or ":" in host else socket.AF_INET)
@@ -172,24 +176,24 @@ def _listen(config: Config) -> socket.socket:
     except OSError as error:
         listener.close()
         if config.find_ports and error.errno == errno.EADDRINUSE:
-            raise _Occupied from error
+            raise _PortInUse from error
         refuse("http_addr", f"cannot listen on {config.http_bind[0]}:{port}: {error.strerror or error}")
     return listener
 
 
-def _read_note(folder: Path) -> int:
+def _read_stored_base(folder: Path) -> int:
     """Return the first port of the stored block; 0 if there is no valid one."""
     with contextlib.suppress(OSError, ValueError):
         base = int((folder / BLOCK_FILE).read_text(encoding="utf-8"))
-        if 1 < base <= MAX_PORT - BLOCK:
+        if 1 < base <= MAX_PORT - BLOCK_SIZE:
             return base
     return 0
 
 
-def _write_note(folder: Path, base: int) -> None:
+def _store_base(folder: Path, base: int) -> None:
     """Store the first port of the block. If that fails, the worker only gets other ports later.
 
     No other worker uses this folder.
     """
-    if _read_note(folder) != base:
+    if _read_stored_base(folder) != base:
         (folder / BLOCK_FILE).write_text(f"{base}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Prefetch: downloads files of models in galleries before the registration (§17).
+"""Prefetch: downloads files of models in galleries before the registration (worker.md §17).
 
 A file that cannot be downloaded causes a warning. A file that is present is kept if it has the gallery's
 hash, or if the gallery has no hash.
@@ -24,7 +24,7 @@ from localai_cluster.worker.source_files import Throttle
 
 log = logging.getLogger(__name__)
 
-_HUGGING_FACE = re.compile(
+_HUGGING_FACE_PATTERN = re.compile(
     r"(?:huggingface://|hf://|(?:https?://)?hf\.co/)([\w.-]+/[\w.-]+)(?:@([\w.-]+))?/([^?#]+)", re.ASCII
 )
 
@@ -37,7 +37,11 @@ async def prefetch(config: Config, client: httpx.AsyncClient) -> None:
     for gallery in config.galleries:
         try:
             index = await gallery_index.fetch(
-                gallery, client, served=refuse_served, resolve=_resolver(config), github_url=config.github_url
+                gallery,
+                client,
+                served=refuse_served,
+                resolve=_create_path_resolver(config),
+                github_url=config.github_url,
             )
             entries += index.entries
         except ClusterError as error:
@@ -45,18 +49,18 @@ async def prefetch(config: Config, client: httpx.AsyncClient) -> None:
     downloads = Downloads(client, refuse_served, Throttle(config.download_rate))
     for name in config.prefetch_models:
         try:
-            entry = _find(name, entries)
+            entry = _find_entry(name, entries)
             files = await model_documents.model_files(
-                entry, client, resolve=_resolver(config), github_url=config.github_url
+                entry, client, resolve=_create_path_resolver(config), github_url=config.github_url
             )
             for file in files:
-                await _fetch(entry, file, config, downloads)
+                await _download_file(entry, file, config, downloads)
             log.info("prefetch: model %s has its %d files", name, len(files))
         except (ClusterError, Refusal, OSError, ValueError, httpx.HTTPError) as error:
             log.warning("prefetch: model %s was not fetched: %s", name, error or type(error).__name__)
 
 
-def _resolver(config: Config) -> gallery_index.ResolvePath:
+def _create_path_resolver(config: Config) -> gallery_index.ResolvePath:
     return lambda path: gallery_index.check_inside(path, (config.models_path, *config.source_roots))
 
 
@@ -65,7 +69,7 @@ async def refuse_served(name: str, *_: object) -> NoReturn:
     raise ValueError(f"{name} is for registered nodes only")
 
 
-def _find(name: str, entries: list[GalleryEntry]) -> GalleryEntry:
+def _find_entry(name: str, entries: list[GalleryEntry]) -> GalleryEntry:
     gallery, _, bare = name.rpartition("@")
     for entry in entries:
         if folded(entry.name) == folded(bare) and gallery in ("", entry.gallery.name):
@@ -73,7 +77,7 @@ def _find(name: str, entries: list[GalleryEntry]) -> GalleryEntry:
     raise NotFound("no gallery has it")
 
 
-async def _fetch(entry: GalleryEntry, file: ModelFile, config: Config, downloads: Downloads) -> None:
+async def _download_file(entry: GalleryEntry, file: ModelFile, config: Config, downloads: Downloads) -> None:
     folders = keys.Folders.of_worker(
         config.models_path, config.data_dir, (config.backends_path, config.backends_system_path)
     )
@@ -85,7 +89,7 @@ async def _fetch(entry: GalleryEntry, file: ModelFile, config: Config, downloads
     except asyncio.CancelledError:
         halt.set()
         raise
-    address = _address(file.uri, entry, config)
+    address = _resolve_address(file.uri, entry, config)
     if not address.startswith(("http://", "https://")):
         raise DownloadFailed(f"{gallery_index.public_url(file.uri)} is not a source of model files here")
     partial = partial_path(config.models_path, file.name, address, file.sha256)
@@ -99,8 +103,8 @@ def _is_complete(target: Path, sha256: str, halt: Halt) -> bool:
     return target.is_file() and (not sha256 or sha256_of(target, halt) == sha256)
 
 
-def _address(uri: str, entry: GalleryEntry, config: Config) -> str:
-    if match := _HUGGING_FACE.fullmatch(uri):
+def _resolve_address(uri: str, entry: GalleryEntry, config: Config) -> str:
+    if match := _HUGGING_FACE_PATTERN.fullmatch(uri):
         repository, branch, path = match.groups()
         return f"{config.hugging_face_url}/{repository}/resolve/{branch or 'main'}/{path}"
     return gallery_index.resolve_source(uri, entry.gallery.url, config.github_url)

@@ -1,4 +1,4 @@
-"""The progress of an install: its ticks, and the events that a controller receives."""
+"""Progress of an install: the ticks of the installer, and the events that a controller receives."""
 
 import asyncio
 import logging
@@ -13,12 +13,12 @@ from localai_cluster.messaging.messages import ProgressEvent
 
 log = logging.getLogger(__name__)
 
-WINDOW = 0.25
+MIN_EVENT_INTERVAL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class Tick:
-    """The progress of an operation: phase (`resolving`, `downloading`, `starting`), bytes, current file."""
+    """Progress of an install at one moment: phase (`resolving`, `downloading`, `starting`), bytes, file."""
 
     phase: str
     current: int = 0
@@ -26,20 +26,20 @@ class Tick:
     file_name: str = ""
 
 
-Report = Callable[[Tick], None]
-"""Accepts ticks from any thread and returns immediately."""
+ReportTick = Callable[[Tick], None]
+"""Callback that accepts a progress tick. Any thread may call it, and it returns at once."""
 
 
 def ignore_tick(_: Tick) -> None:
-    """Drop a tick; for an operation without a progress stream."""
+    """Drop a tick. This is the callback of an operation without a progress stream."""
 
 
 class ProgressStream:
     """The progress events of one operation. Any thread may call `report`.
 
-    The first tick is sent at once. After each event, further ticks overwrite each other for `WINDOW` seconds;
-    then the last tick is sent. The last event is sent before the operation's reply. Sending never blocks the
-    work.
+    The first tick is sent at once. Ticks within `MIN_EVENT_INTERVAL_SECONDS` after an event replace each
+    other, and the last of them is sent then. The last event is sent before the operation's reply. Sending
+    never blocks the work.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ProgressStream:
         self._seq = 0
         self._fresh = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._pump = asyncio.create_task(self._run(), name=f"progress {op_id}")
+        self._pump = asyncio.create_task(self._send_ticks(), name=f"progress {op_id}")
 
     def report(self, tick: Tick) -> None:
-        """Queue a tick, replacing one that has not been sent yet."""
+        """Queue a tick. It replaces a queued tick that has not been sent yet."""
         self._slot = tick
         if not self._fresh.is_set():
             # A copy that is being stopped may briefly outlive the loop.
@@ -72,12 +72,12 @@ class ProgressStream:
         await cancellation.end(self._pump)
         await self._send_queued()
 
-    async def _run(self) -> None:
+    async def _send_ticks(self) -> None:
         while True:
             await self._fresh.wait()
             self._fresh.clear()
             await self._send_queued()
-            await self._sleep(WINDOW)
+            await self._sleep(MIN_EVENT_INTERVAL_SECONDS)
 
     async def _send_queued(self) -> None:
         tick, self._slot = self._slot, None

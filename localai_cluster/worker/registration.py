@@ -21,7 +21,7 @@ from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import (
-    PENDING,
+    PENDING_STATUS,
     CallFailed,
     ControlPlane,
     DowngradeRefused,
@@ -29,13 +29,13 @@ from localai_cluster.worker.control_plane import (
     ServerKind,
 )
 from localai_cluster.worker.engines import Engine
-from localai_cluster.worker.hardware import Gpus, system_facts
+from localai_cluster.worker.hardware import GpuTotals, system_facts
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 100
-FIRST_PAUSE, MAX_PAUSE = 2.0, 30.0
-SLOTS_LABEL = "node.replica-slots"
+MAX_ATTEMPTS = 100
+FIRST_RETRY_PAUSE, MAX_RETRY_PAUSE = 2.0, 30.0
+REPLICA_SLOTS_LABEL = "node.replica-slots"
 
 
 class GaveUp(ClusterError):
@@ -45,7 +45,7 @@ class GaveUp(ClusterError):
 
 
 def body(
-    config: Config, capability: str, gpus: Gpus, measured: Mapping[str, int], engine_token: str
+    config: Config, capability: str, gpus: GpuTotals, measured: Mapping[str, int], engine_token: str
 ) -> dict[str, Any]:
     """Return the registration body of a backend worker (worker.md §5.1), without the registration token.
 
@@ -63,7 +63,7 @@ def body(
         "capability": capability,
         "engine_token": engine_token,
         "max_replicas_per_model": slots,
-        "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
+        "labels": {**config.node_labels, REPLICA_SLOTS_LABEL: str(slots)},
         "version": __version__,
         "system": system_facts(),
         **measured,
@@ -80,10 +80,10 @@ def running_processes(engines: Iterable[Engine], host: str) -> list[dict[str, st
     return [{"process_key": engine.key, "address": f"{host}:{engine.port}"} for engine in engines]
 
 
-def pauses() -> Iterator[float]:
+def retry_pauses() -> Iterator[float]:
     """Yield the seconds before each retry: 2, 4, 8, 16, 30, 30 …"""
-    for failures in range(1, ATTEMPTS):
-        yield backoff.delay(failures, first=FIRST_PAUSE, longest=MAX_PAUSE)
+    for failures in range(1, MAX_ATTEMPTS):
+        yield backoff.delay(failures, first=FIRST_RETRY_PAUSE, longest=MAX_RETRY_PAUSE)
 
 
 async def register(
@@ -91,11 +91,11 @@ async def register(
     body: Callable[[], Awaitable[dict[str, Any]]],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Registered:
-    """Register, with up to 100 attempts, after any error. Raise GaveUp.
+    """Register this worker, with up to 100 attempts. Raise GaveUp.
 
-    The wait for a server that must know the node's secret has no limit.
+    Attempts do not count if the server ignores a secret that it accepted before (DowngradeRefused).
     """
-    delays = pauses()
+    delays = retry_pauses()
     while True:
         try:
             return await register_once(control_plane, body)
@@ -106,7 +106,7 @@ async def register(
             pause = next(delays, None)
             if pause is None:
                 raise GaveUp(
-                    f"registration failed {ATTEMPTS} times, giving up: {error}{hint(error)}"
+                    f"registration failed {MAX_ATTEMPTS} times, giving up: {error}{hint(error)}"
                 ) from error
             pause = max(pause, error.wait)
             log.warning("registration failed: %s; retrying in %g s%s", error, pause, hint(error))
@@ -120,7 +120,7 @@ async def register_once(
     return await control_plane.register(await body())
 
 
-_HINTS = {
+_HINT_BY_STATUS = {
     401: "Check LOCALAI_REGISTRATION_TOKEN; for a new join token, press Add a node on the Nodes page.",
     403: "If this node's secret was revoked, give the node a new identity: stop the worker, delete the file "
     "node-secret in its data folder (and node-secret.next, if it exists), start the worker, and have an "
@@ -134,26 +134,26 @@ _HINTS = {
 
 def hint(error: CallFailed) -> str:
     """Return the remedy for a refused registration, as a sentence to append; "" if none is known."""
-    return f". {_HINTS[error.http_status]}" if error.http_status in _HINTS else ""
+    return f". {_HINT_BY_STATUS[error.http_status]}" if error.http_status in _HINT_BY_STATUS else ""
 
 
 REFRESH_FRACTION = 0.75
 """Fraction of the credentials' lifetime after which the worker registers again."""
-RETRY_EVERY = 30.0
+MAX_REFRESH_RETRY_SECONDS = 30.0
 REFUSAL_INTERVAL_SECONDS = 5.0
 """Minimum seconds between two registrations after refusals of the bus."""
-PENDING_FIRST, PENDING_LONGEST = 2.0, 10.0
-REFUSED_PAUSE = 60.0
+FIRST_PENDING_POLL_SECONDS, MAX_PENDING_POLL_SECONDS = 2.0, 10.0
+REFUSED_PAUSE_SECONDS = 60.0
 """Seconds to pause after a refused registration, because each one counts against this address."""
-NO_CREDENTIALS_PAUSE = 300.0
+NO_CREDENTIALS_PAUSE_SECONDS = 300.0
 """Seconds until a worker whose bus requires credentials registers again to get some.
 
 A stock frontend considers a worker healthy for a minute after its registration, and sends it requests.
 """
 
 
-AWAITS_APPROVAL = "this node is awaiting approval by an administrator"
-AWAITS_CREDENTIALS = (
+AWAITS_APPROVAL_REASON = "this node is awaiting approval by an administrator"
+AWAITS_CREDENTIALS_REASON = (
     "the control plane has given no credentials for the message bus, and LOCALAI_NATS_REQUIRE_AUTH is set"
 )
 
@@ -191,33 +191,37 @@ class BusCredentials:
         """Reason why this worker does not dial the bus; "" if it does."""
 
     def adopt(self, registered: Registered) -> None:
-        """Use the credentials of a registration."""
+        """Connect the bus with the credentials of a registration."""
         if self._fixed is not None:
             if self.problem:
                 self._bus.use(self._fixed)
                 self.problem = ""
             return
         try:
-            servers = self._servers(registered)
+            servers = self._servers_of(registered)
         except (ValueError, InvalidInput) as error:
             self.problem = f"the message bus cannot be used: {error}"
             log.error("%s", self.problem)
             is_stock = registered.kind is ServerKind.STOCK
             if is_stock:  # the credentials in use are those of another server
                 self._bus.use(None)
-            self._due_at = None if is_stock else clock.monotonic() + RETRY_EVERY
+            self._due_at = None if is_stock else clock.monotonic() + MAX_REFRESH_RETRY_SECONDS
             return
         if servers is None:
-            self.problem = AWAITS_APPROVAL if registered.status == PENDING else AWAITS_CREDENTIALS
+            self.problem = (
+                AWAITS_APPROVAL_REASON if registered.status == PENDING_STATUS else AWAITS_CREDENTIALS_REASON
+            )
             self._bus.use(None)
             self._pending_polls += 1
-            pause = backoff.delay(self._pending_polls, first=PENDING_FIRST, longest=PENDING_LONGEST)
+            pause = backoff.delay(
+                self._pending_polls, first=FIRST_PENDING_POLL_SECONDS, longest=MAX_PENDING_POLL_SECONDS
+            )
             self._due_at = clock.monotonic() + pause
             return
         self.problem, self._pending_polls = "", 0
         self._has_credentials = servers.credentials is not None
         if not self._has_credentials:
-            self._not_before = clock.monotonic() + NO_CREDENTIALS_PAUSE
+            self._not_before = clock.monotonic() + NO_CREDENTIALS_PAUSE_SECONDS
         self._lifetime = servers.credentials.lifetime if servers.credentials else None
         # Counted from the receipt: the clocks of this machine and of the control plane may differ.
         self._due_at = (
@@ -239,7 +243,7 @@ class BusCredentials:
     async def run(self) -> None:
         """Register again whenever new credentials are needed, until cancelled."""
         while True:
-            await self._until_due()
+            await self._wait_until_due()
             is_refused_by_bus = self._refused.is_set()
             self._refused.clear()
             if is_refused_by_bus and not self._has_credentials and self._bus.connected:
@@ -250,7 +254,7 @@ class BusCredentials:
                 await self._register_once()
             except CallFailed as error:
                 is_final = error.is_credential_refused or error.http_status == 409
-                pause = max(REFUSED_PAUSE if is_final else self._retry_pause(), error.wait)
+                pause = max(REFUSED_PAUSE_SECONDS if is_final else self._retry_pause(), error.wait)
                 self._due_at = clock.monotonic() + pause
                 if is_final and is_refused_by_bus:
                     self._not_before = self._due_at
@@ -263,15 +267,17 @@ class BusCredentials:
                     hint(error),
                 )
 
-    async def _until_due(self) -> None:
+    async def _wait_until_due(self) -> None:
         pause = None if self._due_at is None else max(self._due_at - clock.monotonic(), 0.0)
         if await cancellation.wait_for(self._refused, pause):
             await asyncio.sleep(max(self._not_before - clock.monotonic(), 0.0))
 
     def _retry_pause(self) -> float:
-        return min(RETRY_EVERY, max(1.0, (self._lifetime or RETRY_EVERY * 20) / 20))
+        return min(
+            MAX_REFRESH_RETRY_SECONDS, max(1.0, (self._lifetime or MAX_REFRESH_RETRY_SECONDS * 20) / 20)
+        )
 
-    def _servers(self, registered: Registered) -> Servers | None:
+    def _servers_of(self, registered: Registered) -> Servers | None:
         """Return the servers to connect to; None while the node awaits approval or credentials.
 
         Raise ValueError or InvalidInput.
@@ -279,7 +285,7 @@ class BusCredentials:
         jwt, seed = registered.nats_jwt, registered.nats_user_seed
         if bool(jwt) != bool(seed):
             raise ValueError("the control plane gave a JWT without its seed, or a seed without its JWT")
-        if not jwt and (registered.status == PENDING or self._require_auth):
+        if not jwt and (registered.status == PENDING_STATUS or self._require_auth):
             return None
         credentials = Credentials.of(jwt, seed) if jwt else None
         servers = self._configured or self._parse_bus_url(registered.nats_url)

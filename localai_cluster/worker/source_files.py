@@ -19,9 +19,9 @@ from typing import IO
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError
 
-CHUNK = 1024 * 1024
-RATE_STEPS = 20  # pieces per second under a limit, so that progress moves evenly
-HEADROOM = 64 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
+RATE_STEPS_PER_SECOND = 20  # pieces per second under a limit, so that progress moves evenly
+HEADROOM_BYTES = 64 * 1024 * 1024
 SHUTDOWN_MESSAGE = "the worker is shutting down; the install was cancelled"
 
 OnBytes = Callable[[int, int, str], None]
@@ -44,16 +44,16 @@ class DiskFull(BadSource):
 
 
 def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
-    """Raise DiskFull if `size` more bytes and `HEADROOM` do not fit on the disk of `folder`."""
+    """Raise DiskFull if `size` more bytes and `HEADROOM_BYTES` do not fit on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
-    if size + HEADROOM > free:
+    if size + HEADROOM_BYTES > free:
         raise DiskFull(f"{size} {what} do not fit on the disk of {folder} ({free} free). Free up space.")
 
 
 def hash_of(file: IO[bytes], stopped: threading.Event, size: int | None = None) -> "hashlib._Hash":
     """Return the hash object of the next `size` bytes (default: all) of a file. Raise Stopped or OSError."""
     digest = hashlib.sha256()
-    while piece := file.read(CHUNK if size is None else min(CHUNK, size)):
+    while piece := file.read(CHUNK_BYTES if size is None else min(CHUNK_BYTES, size)):
         if stopped.is_set():
             raise Stopped(SHUTDOWN_MESSAGE)
         digest.update(piece)
@@ -82,9 +82,9 @@ class Throttle:
         self._free_at = 0.0
 
     @property
-    def piece(self) -> int:
+    def piece_bytes(self) -> int:
         """Number of bytes to copy at a time."""
-        return max(1024, min(CHUNK, self._rate // RATE_STEPS)) if self._rate else CHUNK
+        return max(1024, min(CHUNK_BYTES, self._rate // RATE_STEPS_PER_SECOND)) if self._rate else CHUNK_BYTES
 
     def pause(self, size: int) -> float:
         """Reserve `size` bytes; return the seconds to wait for them."""
@@ -97,7 +97,7 @@ class Throttle:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _CopyPlan:
     folders: list[tuple[Path, int]]
     files: list[tuple[Path, int]]
     links: list[tuple[Path, str]]
@@ -108,19 +108,19 @@ def copy_tree(
     source: Path, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes
 ) -> None:
     """Copy the folder `source` to the new folder `target`. Raise BadSource, Stopped or OSError."""
-    plan = _survey(source, stopped)
+    plan = _plan_copy(source, stopped)
     check_free_space(target.parent, plan.total)
     for relative, mode in plan.folders:
         (target / relative).mkdir(mode=mode | 0o700)
     for relative, destination in plan.links:
         os.symlink(destination, target / relative)
-    copy = _Copy(throttle, stopped, on_bytes, plan.total)
+    copy = _FolderCopy(throttle, stopped, on_bytes, plan.total)
     copy.show("")
     for relative, mode in plan.files:
         copy.file(source / relative, target / relative, mode, str(relative))
 
 
-class _Copy:
+class _FolderCopy:
     """One running copy, which counts its bytes."""
 
     def __init__(self, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, total: int) -> None:
@@ -138,7 +138,7 @@ class _Copy:
         # Neither follows a link nor waits for a pipe that replaced the file since the survey.
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as reader, open(target, "xb") as writer:
-            while piece := reader.read(self._throttle.piece):
+            while piece := reader.read(self._throttle.piece_bytes):
                 if self._stopped.wait(self._throttle.pause(len(piece))):
                     raise Stopped(SHUTDOWN_MESSAGE)
                 writer.write(piece)
@@ -147,8 +147,8 @@ class _Copy:
             os.fchmod(writer.fileno(), mode)
 
 
-def _survey(source: Path, stopped: threading.Event) -> _Plan:
-    plan, total = _Plan([], [], [], 0), 0
+def _plan_copy(source: Path, stopped: threading.Event) -> _CopyPlan:
+    plan, total = _CopyPlan([], [], [], 0), 0
     pending = [Path()]
     while pending:
         if stopped.is_set():
@@ -159,7 +159,7 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
             for item in entries:
                 relative, info = folder / item.name, item.stat(follow_symlinks=False)
                 if stat.S_ISLNK(info.st_mode):
-                    plan.links.append((relative, _destination(source, source / relative)))
+                    plan.links.append((relative, _copied_link_target(source, source / relative)))
                 elif stat.S_ISDIR(info.st_mode):
                     pending.append(relative)
                 elif stat.S_ISREG(info.st_mode):
@@ -170,10 +170,10 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
     return replace(plan, files=sorted(plan.files), total=total)
 
 
-def _destination(source: Path, link: Path) -> str:
+def _copied_link_target(source: Path, link: Path) -> str:
     """Return the target for the copied link. An absolute link into the source becomes relative.
 
-    All other targets stay.
+    All other targets stay unchanged.
     """
     destination = os.readlink(link)
     if os.path.isabs(destination) and Path(destination).is_relative_to(source):

@@ -23,7 +23,7 @@ from django.db import DatabaseError
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.batching import Batcher, CallBatcher
-from localai_cluster.kit.database_pool import UNREACHABLE
+from localai_cluster.kit.database_pool import UNREACHABLE_ERRORS
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
@@ -73,7 +73,7 @@ class HeartbeatAuthenticator:
             return await self._check_beats(beats), away
         except errors.ClusterError as error:
             return {}, error
-        except UNREACHABLE as error:
+        except UNREACHABLE_ERRORS as error:
             log.warning("%d heartbeats not proved: %s", len(beats), type(error).__name__)
         except Exception:
             # Every caller gets an answer, also if the look fails.
@@ -109,7 +109,7 @@ class BeatWriter:
         """Write the heartbeats. Return the heartbeats to retry, whose node has changed meanwhile."""
         try:
             verdicts = await heartbeats.record(self._database(), list(batch.values()))
-        except (errors.ClusterError, *UNREACHABLE) as error:
+        except (errors.ClusterError, *UNREACHABLE_ERRORS) as error:
             metrics.HEARTBEATS_LOST.inc(len(batch))
             log.warning("%d heartbeats not written: %s", len(batch), type(error).__name__)
         except Exception:
@@ -186,7 +186,7 @@ class HeartbeatApplication:
     async def _record_exits(self, call: _HeartbeatRequest) -> None:
         try:
             await checks.report_exits(self._database(), call.beat.id, call.ended)
-        except UNREACHABLE as error:
+        except UNREACHABLE_ERRORS as error:
             raise errors.Unavailable("the database is unavailable") from error
 
 

@@ -136,7 +136,7 @@ class JoinTokensView(NodeView):
         shown=_EXAMPLE
         | {
             "token": _TOKEN,
-            "command": join_script.command(_URL, _TOKEN),
+            "command": join_script.join_command(_URL, _TOKEN),
             "url": _URL,
             "url_is_set": True,
             "warnings": [],
@@ -160,10 +160,10 @@ class JoinTokensView(NodeView):
             token,
             state=joining.state(token, now).value,
             token=plain,
-            command=join_script.command(url, plain, wheel),
+            command=join_script.join_command(url, plain, wheel),
             url=url,
             url_is_set=bool(configured),
-            warnings=join_script.warnings(url, host=conf.cluster().host, wheel=wheel),
+            warnings=join_script.join_warnings(url, host=conf.cluster().host, wheel=wheel),
         )
         return Response(shown, status=201, headers={"Cache-Control": "private, no-store"})
 
@@ -269,7 +269,7 @@ class ScriptView(JoinView):
         """
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
         return _forbid_caching(
-            HttpResponse(join_script.script(wheel), content_type=f"{SCRIPT}; charset=utf-8")
+            HttpResponse(join_script.join_script_for(wheel), content_type=f"{SCRIPT}; charset=utf-8")
         )
 
 
@@ -287,7 +287,7 @@ class WheelView(JoinView):
         except OSError:
             content = None  # replaced or removed in this moment
         if wheel is None or content is None:
-            raise errors.Unavailable(join_script.NO_WHEEL)
+            raise errors.Unavailable(join_script.NO_WHEEL_ERROR)
         answer = HttpResponse(content, content_type=WHEEL)
         answer["Content-Disposition"] = f'attachment; filename="{wheel.path.name}"'
         return _forbid_caching(answer)

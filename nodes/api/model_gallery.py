@@ -163,7 +163,7 @@ class ApplyModelSerializer(NullIsAbsent):
     name = Text(max_length=MAX_MODEL_LENGTH, required=False)
     overrides = serializers.DictField(required=False)
     files = serializers.ListField(
-        child=ModelFileSerializer(), required=False, max_length=gallery_index.MAX_TEXTS
+        child=ModelFileSerializer(), required=False, max_length=gallery_index.MAX_TEXTS_PER_FIELD
     )
 
 
@@ -219,7 +219,9 @@ def _requested_entry(fields: dict[str, Any]) -> GalleryEntry:
     if model := fields.get("id", ""):
         entry = galleries.find(reference_of(model))
     elif url:
-        name = fields.get("name") or gallery_index.name_of(url).removesuffix(".yaml").removesuffix(".yml")
+        name = fields.get("name") or gallery_index.default_backend_name(url).removesuffix(
+            ".yaml"
+        ).removesuffix(".yml")
         entry = GalleryEntry(name, config_url=url)
     else:
         raise errors.InvalidInput("id or url is required", field="id")

@@ -26,7 +26,7 @@ from rest_framework.views import APIView
 from localai_cluster import bus_access
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors, names
-from localai_cluster.kit.addresses import EXPECTED_FORM
+from localai_cluster.kit.addresses import EXPECTED_ADDRESS_FORM
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
 from localai_cluster.web.openapi import describe, request_example, response_example
@@ -129,7 +129,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
         properties = schema["properties"]
         for name, longest in LENGTHS.items():
             properties[name]["maxLength"] = longest
-        properties["address"]["description"] = f"Where its engines are reached, {EXPECTED_FORM}."
+        properties["address"]["description"] = f"Where its engines are reached, {EXPECTED_ADDRESS_FORM}."
         properties["http_address"]["description"] = (
             "The same for its probes; its host is that of `address`, or one of CLUSTER_NODE_HOSTS."
         )

@@ -42,7 +42,7 @@ from operations.ledger.admission import Admission
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves
 
 _RETRIED_CONSTRAINTS = ("operation_one_active_a_key", "intent_once")
-_ATTEMPTS = 5
+_MAX_ADMISSION_ATTEMPTS = 5
 
 
 class _WaveOpened(Exception):
@@ -56,7 +56,7 @@ def admit(request: BackendRequest, scope: RequestScope, *, now: datetime) -> Adm
     is in progress with other options, or is in progress and followed by a different request. Raise Conflict
     for an upgrade of a backend that a node does not list, and NotFound if a node was removed meanwhile.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_ADMISSION_ATTEMPTS):
         try:
             with committed("backends.ask"):
                 return _admit_once(request, scope, now)
@@ -315,7 +315,7 @@ def cancel(operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | Non
     With `node_id`, cancel only the target on this node. A controller stops the work that a worker may have
     begun. Raise NotFound and Conflict.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_ADMISSION_ATTEMPTS):
         with contextlib.suppress(_WaveOpened):
             return _cancel(operation_id, node_id, actor, now)
     raise errors.Unavailable("the operation changes too often; try again", retry_after=1)

@@ -145,12 +145,12 @@ class RequestScope:
         return {"all_nodes": self.all_nodes} | drains | ({"waves": waves} if waves else {})
 
 
-_NODE = ("name", "node_type", "status", "drained_at", "drain_is_own", "inventory_at")
+_NODE_COLUMNS = ("name", "node_type", "status", "drained_at", "drain_is_own", "inventory_at")
 
 
 def nodes_for_request(ids: Iterable[UUID]) -> dict[UUID, BackendNode]:
     """Return the registered nodes among `ids`, with the columns that admission reads."""
-    return {node.id: node for node in BackendNode.objects.filter(pk__in=as_array(ids)).only(*_NODE)}
+    return {node.id: node for node in BackendNode.objects.filter(pk__in=as_array(ids)).only(*_NODE_COLUMNS)}
 
 
 def select_all_nodes(request: BackendRequest) -> tuple[list[BackendNode], list[ExcludedNode]]:
@@ -164,7 +164,7 @@ def select_all_nodes(request: BackendRequest) -> tuple[list[BackendNode], list[E
     if request.kind != INSTALL:
         listed = NodeBackend.objects.named(request.backend)
         nodes = nodes.filter(pk__in=listed.values("node_id"))
-    eligible = list(nodes.order_by("name").only(*_NODE))
+    eligible = list(nodes.order_by("name").only(*_NODE_COLUMNS))
     ready = [node for node in eligible if node.status != "draining"]
     reason = "left out: {} is draining; try it again there when the drain has ended"
     away = [
@@ -231,7 +231,7 @@ def refuse_by_name(request: BackendRequest, ids: Collection[UUID], *, field: str
         raise NodesRefused(sorted(refused, key=lambda refusal: refusal.node_name), field=field)
 
 
-_NEXT = timedelta(microseconds=1)
+_SMALLEST_TIME_STEP = timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class RequestOrder:
     def end(self, now: datetime) -> datetime:
         """Return a time of request that is later than in all rows, even if clocks differ."""
         rows = [*self.same.values(), *(row for rows in self.others.values() for row in rows)]
-        return max([now, *(row.requested_at + _NEXT for row in rows)])
+        return max([now, *(row.requested_at + _SMALLEST_TIME_STEP for row in rows)])
 
     def can_join(self, open_nodes: Collection[UUID]) -> bool:
         """Return True if the equal active operation, with open targets on `open_nodes`, can be joined."""

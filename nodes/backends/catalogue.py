@@ -29,7 +29,13 @@ from django.db import connection
 from django.db.models import Case, Count, F, Q, Value, When
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded, is_compatible, lookup
+from localai_cluster.gallery_index import (
+    GalleryEntry,
+    GalleryUnreadable,
+    build_for_capability,
+    folded,
+    is_compatible,
+)
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
@@ -376,7 +382,7 @@ def variants(
     chosen = []
     for capability in sorted(capabilities):
         why = gallery_index.install_reason(build, capability)
-        name = lookup(build.capabilities or {}, capability) if build.is_meta else build.name
+        name = build_for_capability(build.capabilities or {}, capability) if build.is_meta else build.name
         if why and name and folded(name) in names:
             chosen.append(VARIANT.of(capability=capability, build=name, reason=why))
     return chosen
@@ -411,7 +417,7 @@ def _entry(
 
 NO_GPU = "default"
 """The capability of a machine without a usable GPU; every cluster may have such machines."""
-_MEANINGS: Mapping[str, tuple[str, str]] = {
+_MODALITY_AND_USE_CASE_BY_TAG: Mapping[str, tuple[str, str]] = {
     "text-to-text": ("text", "chat"),
     "llm": ("text", "chat"),
     "embeddings": ("embeddings", "embeddings"),
@@ -447,7 +453,7 @@ def cluster_capabilities() -> set[str]:
 
 def count_by_capability() -> dict[str, int]:
     """Return the number of healthy nodes by capability; one query."""
-    small = Q(gpu_vendor="") | Q(total_vram__lte=gallery_index.SMALL_VRAM)
+    small = Q(gpu_vendor="") | Q(total_vram__lte=gallery_index.SMALL_VRAM_BYTES)
     of_older = Case(When(small, then=Value(NO_GPU)), default=F("gpu_vendor"))
     runs = Case(When(~Q(capability=""), then=F("capability")), default=of_older)
     healthy = BackendNode.objects.filter(status="healthy", node_type="backend").annotate(runs=runs)
@@ -467,7 +473,7 @@ def runnable(builds: Sequence[GalleryEntry], capabilities: Collection[str]) -> l
 
 def _fits(build: GalleryEntry, capability: str) -> bool:
     if build.is_meta:
-        return lookup(build.capabilities or {}, capability) is not None
+        return build_for_capability(build.capabilities or {}, capability) is not None
     return is_compatible(build, capability)
 
 
@@ -494,4 +500,4 @@ def use_cases(tags: Iterable[str]) -> list[str]:
 
 def _meanings_of(tags: Iterable[str]) -> Iterable[tuple[str, str]]:
     normalized = (tag.strip().lower().replace("_", "-").replace(" ", "-") for tag in tags)
-    return (_MEANINGS[tag] for tag in normalized if tag in _MEANINGS)
+    return (_MODALITY_AND_USE_CASE_BY_TAG[tag] for tag in normalized if tag in _MODALITY_AND_USE_CASE_BY_TAG)

@@ -20,7 +20,7 @@ from nodes.backends.catalogue import DEVELOPMENT, WHERE
 from nodes.models import NodeBackend
 
 _NODE_BACKEND_COLUMNS = ("name", "is_system", "is_meta", "gallery_url")
-_METADATA = ("gallery_url", "installed_at", "version", "uri", "digest")
+_METADATA_COLUMNS = ("gallery_url", "installed_at", "version", "uri", "digest")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class InstalledOn:
         Empty for a system backend.
         """
         fields = {"gallery_url": self.gallery_url, **self.node}
-        return {name: fields[name] for name in _METADATA if fields.get(name)}
+        return {name: fields[name] for name in _METADATA_COLUMNS if fields.get(name)}
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Upgrade:
 
 def is_image(uri: str) -> bool:
     """Return True if the URI is an image in a registry."""
-    return uri.startswith(references.SCHEMES) or references.parse(uri) is not None
+    return uri.startswith(references.IMAGE_SCHEMES) or references.parse(uri) is not None
 
 
 def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offered]) -> list[Upgrade]:

@@ -37,7 +37,7 @@ from operations.ledger.progress import BATCH_LOCK_TIMEOUT, Tick
 from operations.models import Status, TargetStatus, storable
 
 _ABSENT_STATUSES = (NodeStatus.OFFLINE, NodeStatus.UNHEALTHY)
-_NOT_LISTENING = "it sends heartbeats, but does not answer on the bus"
+_NOT_LISTENING_TEXT = "it sends heartbeats, but does not answer on the bus"
 
 
 def gives_up_at(node: BackendNode) -> datetime | None:
@@ -64,7 +64,7 @@ def reason_to_wait(node: BackendNode, *, now: datetime) -> str:
     """Return why a target waits for its node, and until when."""
     text = f"node {node.name} is {node.status}"
     if sends_heartbeats(node):
-        text += f": {_NOT_LISTENING}"
+        text += f": {_NOT_LISTENING_TEXT}"
     until = gives_up_at(node)
     if node.status not in _ABSENT_STATUSES or until is None:
         return text
@@ -77,7 +77,7 @@ def reason_to_give_up(node: BackendNode) -> str:
     """Return why work for the node ended without success after the time limit."""
     text = f"node {node.name} is {node.status}"
     if sends_heartbeats(node):
-        text += f" since {node.unhealthy_at:%Y-%m-%d %H:%M:%S} UTC: {_NOT_LISTENING}"
+        text += f" since {node.unhealthy_at:%Y-%m-%d %H:%M:%S} UTC: {_NOT_LISTENING_TEXT}"
     elif node.last_heartbeat is not None:
         text += f"; its last heartbeat was at {node.last_heartbeat:%Y-%m-%d %H:%M:%S} UTC"
     return f"given up: {text} (CLUSTER_INSTALL_WAIT)"
@@ -90,7 +90,7 @@ MAX_ATTEMPTS = 10
 PARALLEL_PER_NODE = 4
 """Maximum number of intents of one node that run at the same time."""
 _REQUEUE_COLUMNS = [
-    *leases.COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
+    *leases.LEASE_COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
 ]  # fmt: skip
 _NODE_COLUMNS = [
     "id", "name", "instance", "source_address", "fingerprint", "weak_identity", "inventory_due_at",
@@ -113,8 +113,8 @@ HELD_BACK_CONDITION = f"""
     EXISTS (SELECT FROM pending_backend_ops o
         WHERE o.node_id = i.node_id AND o.backend = i.backend AND o.id <> i.id AND {RUNS_FIRST_CONDITION})"""
 """SQL: another row of the same node and backend runs before row `i`."""
-_ONE_AT_A_TIME = "intent_one_at_a_time"
-_DUE = f"""
+_ONE_AT_A_TIME_CONSTRAINT = "intent_one_at_a_time"
+_DUE_INTENTS_SQL = f"""
     WITH busy AS (
         SELECT node_id, count(*) AS number FROM pending_backend_ops
         WHERE lease_until IS NOT NULL GROUP BY node_id
@@ -217,7 +217,7 @@ def claim(
     try:
         rows = _claim(owner, now, lease, limit, time_limits)
     except IntegrityError as error:
-        if _ONE_AT_A_TIME not in str(error):
+        if _ONE_AT_A_TIME_CONSTRAINT not in str(error):
             raise
         return []  # another controller has begun a row of the same backend and node; the next claim sees it
     return _with_nodes(rows)
@@ -228,13 +228,15 @@ def _claim(
 ) -> list[PendingBackendOp]:
     with committed("intents.claim"):
         with connection.cursor() as cursor:
-            cursor.execute(_DUE, {"now": now, "limit": limit, "looked_at": _EXTRA_ROWS_READ + 4 * limit})
+            cursor.execute(
+                _DUE_INTENTS_SQL, {"now": now, "limit": limit, "looked_at": _EXTRA_ROWS_READ + 4 * limit}
+            )
             due = [id for (id,) in cursor.fetchall()]
         if not due:
             return []
         free = PendingBackendOp.objects.filter(pk__in=due, lease_until__isnull=True).order_by("id")
         rows = leases.claim(free, owner, now=now, lease=lease)
-        update_rows(rows, leases.COLUMNS)
+        update_rows(rows, leases.LEASE_COLUMNS)
         beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = target_changes.apply_changes(beginning, now=now)
         emit(changed.operations, changed.parts, changed.moved)
@@ -309,7 +311,7 @@ def _return_to_queue(
     for row in rows:
         row.end_lease()
         row.next_retry_at = now
-    update_rows(rows, [*leases.COLUMNS, "next_retry_at"])
+    update_rows(rows, [*leases.LEASE_COLUMNS, "next_retry_at"])
     changes = {row.id: target_changes.queue_again(reason, until=now) for row in rows}
     waves.conclude(changes | dict(also or {}), ended=also or (), now=now)
 
@@ -468,7 +470,7 @@ def retry_cancellation(intent: Intent, *, seconds: float, now: datetime) -> None
         for row in _lock_owned_rows([(intent.id, intent.fence)]).values():
             row.end_lease()
             row.next_retry_at = now + timedelta(seconds=seconds)
-            update_rows([row], [*leases.COLUMNS, "next_retry_at"])
+            update_rows([row], [*leases.LEASE_COLUMNS, "next_retry_at"])
 
 
 def end(outcomes: Mapping[UUID, Ended], *, now: datetime) -> int:

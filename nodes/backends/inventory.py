@@ -68,12 +68,12 @@ MAX_BACKENDS = 500
 """Maximum number of backends stored per node."""
 SHORT_LIMIT = 5.0
 """Time limit in seconds of a list request for callers that cannot wait for the usual limit."""
-_CLAIMED_FOR = LIST_TIMEOUT + 5.0
+_CLAIM_SECONDS = LIST_TIMEOUT + 5.0
 _FIRST_PAUSE, _MAX_PAUSE = 5.0, 900.0
-_GATHER = 0.2
+_WAKE_UP_GATHER_SECONDS = 0.2
 """Seconds for which wake-ups are collected into one pass."""
-_ERROR_LENGTH = 255
-_LENGTHS = {
+_MAX_ERROR_LENGTH = 255
+_MAX_LENGTH_BY_COLUMN = {
     "name": 255,
     "installed_at": 64,
     "gallery_url": 2048,
@@ -82,8 +82,8 @@ _LENGTHS = {
     "digest": 255,
     "alias": 255,
 }
-_FLAGS = ("is_system", "is_meta")
-COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "digest", "alias", "size")
+_FLAG_COLUMNS = ("is_system", "is_meta")
+COLUMNS = ("name", *_FLAG_COLUMNS, "installed_at", "gallery_url", "version", "uri", "digest", "alias", "size")
 _MAX_SIZE = 2**63 - 1
 
 
@@ -127,7 +127,7 @@ def request_for(node: BackendNode) -> InventoryRequest:
 def claim(limit: int, *, now: datetime) -> list[InventoryRequest]:
     """Claim at most `limit` due nodes for this caller alone, the longest overdue first."""
     due = contactable_nodes().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
-    until = now + timedelta(seconds=_CLAIMED_FOR)
+    until = now + timedelta(seconds=_CLAIM_SECONDS)
     longest_overdue = due.order_by(F("inventory_due_at").asc(nulls_first=True))
     nodes = claim_rows(
         longest_overdue.only("id", "name", "instance", "weak_identity"), limit=limit, inventory_due_at=until
@@ -146,19 +146,19 @@ def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: date
     A node that is due soon is skipped, because its request may be running. A node whose last request failed
     becomes due soon, not at once.
     """
-    soon = now + timedelta(seconds=_CLAIMED_FOR)
+    soon = now + timedelta(seconds=_CLAIM_SECONDS)
     old = Q(inventory_at__isnull=True) | Q(inventory_at__lt=now - timedelta(seconds=older_than))
     stale = contactable_nodes().filter(old, inventory_due_at__gt=soon)
     if node_ids is not None:
         stale = stale.filter(pk__in=node_ids)
-    when = Case(When(inventory_error="", then=Value(now)), default=Value(soon), output_field=_TIME)
+    when = Case(When(inventory_error="", then=Value(now)), default=Value(soon), output_field=_TIME_FIELD)
     with transaction.atomic():
         if woken := claim_rows(stale.order_by("id").only("id"), inventory_due_at=when):
             events.notify(CHANNEL, "")
     return len(woken)
 
 
-_TIME: "DateTimeField[Any, Any]" = DateTimeField()
+_TIME_FIELD: "DateTimeField[Any, Any]" = DateTimeField()
 
 
 def store(answers: Sequence[InventoryReply]) -> set[UUID]:
@@ -194,7 +194,7 @@ def store_error(query: InventoryRequest, error: str, *, asked_at: datetime, paus
 
     The rows of backends do not change.
     """
-    error = names.to_single_line(error[:_ERROR_LENGTH])
+    error = names.to_single_line(error[:_MAX_ERROR_LENGTH])
     with transaction.atomic():
         node = _locked([query.id]).get(query.id)
         if node is None or _is_superseded(node, asked_at):
@@ -240,9 +240,9 @@ def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
     """
     rows_by_name: dict[str, dict[str, Any]] = {}
     for entry in listed[:MAX_BACKENDS]:
-        row = {name: storable(getattr(entry, name), length) for name, length in _LENGTHS.items()}
+        row = {name: storable(getattr(entry, name), length) for name, length in _MAX_LENGTH_BY_COLUMN.items()}
         if row["name"].strip():
-            flags = {name: getattr(entry, name) for name in _FLAGS}
+            flags = {name: getattr(entry, name) for name in _FLAG_COLUMNS}
             rows_by_name.setdefault(row["name"], row | flags | {"size": min(max(entry.size, 0), _MAX_SIZE)})
     return rows_by_name
 
@@ -274,7 +274,7 @@ async def _store_batch(answers: Sequence[InventoryReply]) -> Sequence[None]:
     return [None] * len(answers)
 
 
-_answers = CallBatcher(_store_batch, most=MAX_BATCH, one_by_one=(DatabaseError,))
+_reply_batcher = CallBatcher(_store_batch, most=MAX_BATCH, one_by_one=(DatabaseError,))
 
 
 async def request_list(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE) -> bool:
@@ -287,7 +287,7 @@ async def request_list(bus: Bus, query: InventoryRequest, *, pause: float = _FIR
     answer = await worker.backends()
     match answer:
         case Done(reply):
-            await _answers.put(InventoryReply(query, reply.backends, asked_at))
+            await _reply_batcher.put(InventoryReply(query, reply.backends, asked_at))
             if query.stock:
                 await compare_replicas(bus, query.id, query.name)
             return True
@@ -352,7 +352,11 @@ class Inventory(WorkPool[InventoryRequest]):
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(
-            "inventory", parallel=PARALLEL, interval=POLL_INTERVAL, gather=_GATHER, retry_on=(DatabaseError,)
+            "inventory",
+            parallel=PARALLEL,
+            interval=POLL_INTERVAL,
+            gather=_WAKE_UP_GATHER_SECONDS,
+            retry_on=(DatabaseError,),
         )
         self._bus = bus
         self._silent: dict[UUID, tuple[str, int]] = {}

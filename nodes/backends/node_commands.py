@@ -37,7 +37,7 @@ from operations.ledger.progress import Tick
 _MAX_NAME_LENGTH = 255
 _MAX_LABEL_LENGTH = 512
 _MAX_BYTES = 2**62
-_PHASES = frozenset({"resolving", "downloading", "extracting", "starting"})
+_PROGRESS_PHASES = frozenset({"resolving", "downloading", "extracting", "starting"})
 """The phases of `contract/nats.md` §4.3; other texts in this field are no phases."""
 
 
@@ -108,7 +108,7 @@ def tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:
     current = min(max(event.current_bytes, 0), total or _MAX_BYTES)
     file_name = names.to_single_line(event.file_name[:_MAX_LABEL_LENGTH])
     return Tick(
-        phase=event.phase if event.phase in _PHASES else "downloading",
+        phase=event.phase if event.phase in _PROGRESS_PHASES else "downloading",
         message=file_name or f"downloading to {node.name}",
         current_bytes=current,
         total_bytes=total,
@@ -173,7 +173,7 @@ def offered_to(node: BackendNode) -> GalleryOffer:
 
 def is_loopback(address: str) -> bool:
     """Return True if a node that registered from this address runs on the server's own machine."""
-    return addresses.is_number(address) and addresses.is_loopback(address)
+    return addresses.is_ip_address(address) and addresses.is_loopback(address)
 
 
 async def _send(

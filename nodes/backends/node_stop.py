@@ -36,7 +36,7 @@ LEAVE_LIMIT = 180.0
 """Seconds until the node must have left. A worker drains for 60 s; a stock worker may leave silently."""
 POLL_SECONDS = 0.5
 REPEAT_SECONDS = 30.0
-_BUS_PAUSE = 5.0
+_BUS_RETRY_SECONDS = 5.0
 
 
 def request_stop(node: BackendNode, *, by: Requester, now: datetime, reason: str = "") -> admission.Admission:
@@ -107,7 +107,7 @@ async def _instance_of(worker: Worker, *, absence_fails: bool) -> str | None:
                 raise CommandFailed(f"{reason}; stop it on its machine")
             return None
         case BusDown(reason):
-            raise Postpone(reason, seconds=_BUS_PAUSE)
+            raise Postpone(reason, seconds=_BUS_RETRY_SECONDS)
         case _:
             assert_never(answer)
 

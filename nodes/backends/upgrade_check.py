@@ -284,7 +284,7 @@ CHECK_PAUSE = 2.0
 """Seconds between two checks; an operation on a thousand nodes requests a thousand checks."""
 CHECK_LIMIT = 120.0
 """Time limit of a check in seconds; well within its claim."""
-_GATHER = 0.2
+_WAKE_UP_GATHER_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,9 @@ class UpgradeChecker(PeriodicTask):
     def __init__(
         self, owner: str, *, first_after: float = FIRST_CHECK_DELAY, rest: float = CHECK_PAUSE
     ) -> None:
-        super().__init__("upgrade check", self._check_and_follow, interval=POLL_SECONDS, gather=_GATHER)
+        super().__init__(
+            "upgrade check", self._check_and_follow, interval=POLL_SECONDS, gather=_WAKE_UP_GATHER_SECONDS
+        )
         self._owner = owner
         self._first_after, self._rest = first_after, rest
 

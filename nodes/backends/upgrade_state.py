@@ -25,9 +25,9 @@ CLAIM_SECONDS = 180.0
 """Seconds after which the claim of a check expires."""
 RETRY_AFTER = 300.0
 """Seconds after which a check that could not read every gallery is repeated."""
-_REASON_LENGTH = 1000
+_MAX_REASON_LENGTH = 1000
 """Maximum length of the stored reason why a gallery could not be read; it may quote the gallery."""
-_ROW = UpgradeCheck.objects.filter(pk=UpgradeCheck.ONLY)
+_CHECK_ROW = UpgradeCheck.objects.filter(pk=UpgradeCheck.ONLY)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class UpgradeCheckState:
 
 def read_state() -> UpgradeCheckState:
     """Read the state of the upgrade check; one query."""
-    return UpgradeCheckState(**(_ROW.values(*UpgradeCheckState.__dataclass_fields__).first() or {}))
+    return UpgradeCheckState(**(_CHECK_ROW.values(*UpgradeCheckState.__dataclass_fields__).first() or {}))
 
 
 def request_check() -> None:
@@ -73,10 +73,10 @@ def request_check_after_change() -> None:
 
 def _request(**columns: Any) -> None:
     with transaction.atomic():
-        if not _ROW.update(requested=F("requested") + 1, **columns):
+        if not _CHECK_ROW.update(requested=F("requested") + 1, **columns):
             # The first request; another process may create the row at this moment.
             UpgradeCheck.objects.bulk_create([UpgradeCheck()], ignore_conflicts=True)
-            _ROW.update(requested=F("requested") + 1, **columns)
+            _CHECK_ROW.update(requested=F("requested") + 1, **columns)
         events.notify(CHANNEL, "")
 
 
@@ -86,14 +86,14 @@ def claim(owner: str, *, now: datetime) -> CheckClaim | None:
     A repeated check counts as requested, so that its new offers are processed (`processed`).
     """
     is_incomplete = ~Q(problems={}) & Q(checked_at__lte=now - timedelta(seconds=RETRY_AFTER))
-    due = _ROW.filter(Q(requested__gt=F("completed")) | is_incomplete)
+    due = _CHECK_ROW.filter(Q(requested__gt=F("completed")) | is_incomplete)
     free = due.filter(Q(claimed_until__isnull=True) | Q(claimed_until__lte=now))
     with transaction.atomic():
         until = now + timedelta(seconds=CLAIM_SECONDS)
         requested = Greatest("requested", F("completed") + 1)
         if not free.update(claimed_by=owner, claimed_until=until, requested=requested):
             return None
-        return CheckClaim(owner, _ROW.values_list("requested", flat=True).get())
+        return CheckClaim(owner, _CHECK_ROW.values_list("requested", flat=True).get())
 
 
 def finish(
@@ -109,14 +109,14 @@ def finish(
     Earlier offers of galleries that could not be read stay.
     """
     with transaction.atomic():
-        row = _ROW.select_for_update(no_key=True).first()
+        row = _CHECK_ROW.select_for_update(no_key=True).first()
         if row is None or row.claimed_by != own_claim.owner:
             return False
         row.revision += _store_offers(new_offers, forget=not problems)
         row.completed = max(row.completed, own_claim.requested)
         row.claimed_by, row.claimed_until = "", None
         row.problems = {
-            names.to_single_line(name): names.to_single_line(reason[:_REASON_LENGTH])
+            names.to_single_line(name): names.to_single_line(reason[:_MAX_REASON_LENGTH])
             for name, reason in problems.items()
         }
         row.checked_at, row.galleries = now, galleries
@@ -127,7 +127,7 @@ def finish(
 
 def record_processed(completed: int) -> None:
     """Record that automatic upgrades were created for the checks up to this request."""
-    _ROW.filter(processed__lt=completed).update(processed=completed)
+    _CHECK_ROW.filter(processed__lt=completed).update(processed=completed)
 
 
 def offers() -> dict[str, Offered]:

@@ -18,7 +18,7 @@ from django.db import connection
 from nodes.backends.intents import HELD_BACK_CONDITION, PARALLEL_PER_NODE, RUNS_FIRST_CONDITION
 from operations.models import ACTIVE
 
-_TARGETS = f"""
+_WAITING_TARGETS_SQL = f"""
     WITH asked AS (
         SELECT t.operation_id, t.node_id, t.node_name, t.intent_id, o.payload->>'backend' AS backend
         FROM operation_targets t JOIN operations o ON o.id = t.operation_id
@@ -50,7 +50,7 @@ _TARGETS = f"""
     ) other ON true
     LEFT JOIN operations first ON first.id = other.operation_id"""
 
-_OPERATIONS = """
+_WAITING_OPERATIONS_SQL = """
     WITH due AS (
         SELECT id, row_number() OVER (ORDER BY next_attempt_at, id) AS place FROM operations
         WHERE status = 'pending' AND next_attempt_at <= %(now)s AND NOT by_parts
@@ -62,12 +62,12 @@ _OPERATIONS = """
         AND child.status IN ('pending', 'processing', 'waiting_for_nodes')
     WHERE o.id = ANY(%(ids)s) AND NOT o.by_parts AND (due.id IS NOT NULL OR child.id IS NOT NULL)"""
 
-_WORDS = {"install": "install", "upgrade": "upgrade", "delete": "removal"}
+_NOUN_BY_OP = {"install": "install", "upgrade": "upgrade", "delete": "removal"}
 
 
 def in_words(op: str) -> str:
     """Return the noun for an op of `PendingBackendOp`."""
-    return _WORDS.get(op, op)
+    return _NOUN_BY_OP.get(op, op)
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,12 @@ def annotate(entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
     ids = [entry["jobID"] for entry in entries if entry["status"] in ACTIVE]
     if not ids:
         return
-    waits_by_target = {(str(row[0]), str(row[1])): _wait_of_target(row) for row in _rows(_TARGETS, ids, now)}
-    waits_by_operation = {str(row[0]): _wait_of_operation(row) for row in _rows(_OPERATIONS, ids, now)}
+    waits_by_target = {
+        (str(row[0]), str(row[1])): _wait_of_target(row) for row in _rows(_WAITING_TARGETS_SQL, ids, now)
+    }
+    waits_by_operation = {
+        str(row[0]): _wait_of_operation(row) for row in _rows(_WAITING_OPERATIONS_SQL, ids, now)
+    }
     for entry in entries:
         _add_wait(entry, waits_by_operation.get(entry["jobID"]))
         nodes = entry.get("nodes", ())
@@ -155,7 +159,7 @@ def _wait_of_operation(row: tuple[Any, ...]) -> Wait:
         return Wait(f"{ordinal(place)} in the queue of the controllers", place=place)
     suffix = f" on {node}" if node else ""
     word = kind.removeprefix("backend_")
-    return Wait(f"waits for the {_WORDS.get(word, kind)} of {element} by {actor}{suffix}")
+    return Wait(f"waits for the {_NOUN_BY_OP.get(word, kind)} of {element} by {actor}{suffix}")
 
 
 def _add_wait(entry: dict[str, Any], wait: Wait | None) -> None:

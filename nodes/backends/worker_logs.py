@@ -38,7 +38,7 @@ READ_AHEAD = 4
 """Number of messages that are read in advance for a slow reader."""
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
 MAX_NAME_LENGTH = 512
-_ROUTE = "/v1/backend-logs"
+_LOGS_PATH = "/v1/backend-logs"
 T = TypeVar("T")
 _TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|[+-][0-9]{2}:[0-9]{2})$"
 _Time = Annotated[str, msgspec.Meta(pattern=_TIME, max_length=40)]
@@ -68,9 +68,9 @@ class _Line(msgspec.Struct, tag_field="type", tag="line"):
     line: LogLine
 
 
-_NAMES = msgspec.json.Decoder(list[str])
-_LINES = msgspec.json.Decoder(list[LogLine])
-_MESSAGE = msgspec.json.Decoder(_Initial | _Line)
+_NAMES_DECODER = msgspec.json.Decoder(list[str])
+_LINES_DECODER = msgspec.json.Decoder(list[LogLine])
+_MESSAGE_DECODER = msgspec.json.Decoder(_Initial | _Line)
 
 
 class _ParallelLimit:
@@ -98,7 +98,7 @@ READERS, FOLLOWERS = _ParallelLimit(8, "read"), _ParallelLimit(64, "followed")
 
 async def models(server: HttpServer) -> list[str]:
     """Return the ids of the models with output on the worker. Raise NotReachable, LateReply, Unavailable."""
-    return _decode(server, _NAMES, await _get(server, _ROUTE))
+    return _decode(server, _NAMES_DECODER, await _get(server, _LOGS_PATH))
 
 
 async def lines(server: HttpServer, name: str) -> list[Any]:
@@ -106,7 +106,7 @@ async def lines(server: HttpServer, name: str) -> list[Any]:
 
     Raise NotReachable, LateReply, Unavailable.
     """
-    log_lines = _decode(server, _LINES, await _get(server, _path(name)))
+    log_lines = _decode(server, _LINES_DECODER, await _get(server, _path(name)))
     return [msgspec.to_builtins(line) for line in log_lines]
 
 
@@ -163,7 +163,7 @@ async def _messages(server: HttpServer, socket: ClientConnection) -> AsyncGenera
         message = await socket.recv()
         if not isinstance(message, str):
             raise _unreadable_error(server)
-        _decode(server, _MESSAGE, message.encode())
+        _decode(server, _MESSAGE_DECODER, message.encode())
         yield message
 
 
@@ -189,7 +189,7 @@ async def _get(server: HttpServer, path: str) -> bytes:
 
 
 def _path(name: str) -> str:
-    return f"{_ROUTE}/{quote(name, safe='')}"
+    return f"{_LOGS_PATH}/{quote(name, safe='')}"
 
 
 def _bearer(contact: Contact) -> dict[str, str]:

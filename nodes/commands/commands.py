@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, assert_never
 
-from localai_cluster.gallery_index import name_of
+from localai_cluster.gallery_index import default_backend_name
 from localai_cluster.kit import clock, failpoints, names
 from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging import messages
@@ -67,7 +67,11 @@ def with_plain_name(request: Q) -> Q:
     the backend of another gallery must not be installed in its place.
     """
     if request.uri:
-        name = without_gallery(request.name) or without_gallery(request.backend) or name_of(request.uri)
+        name = (
+            without_gallery(request.name)
+            or without_gallery(request.backend)
+            or default_backend_name(request.uri)
+        )
         return replace(request, backend=name, name=name)
     full_name = request.backend or request.name
     gallery, _, name = full_name.rpartition("@")
@@ -136,7 +140,7 @@ class Worker:
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
         return await self._request(
-            messages.Nothing(),
+            messages.EmptyRequest(),
             messages.ListReply,
             lambda reply: reply.error,
             timeout,

@@ -188,7 +188,7 @@ def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
 def _translate_unreachable() -> Iterator[None]:
     try:
         yield
-    except database_pool.UNREACHABLE as error:
+    except database_pool.UNREACHABLE_ERRORS as error:
         raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2) from error
 
 
@@ -228,7 +228,7 @@ class ResponseRecord:
         statements = (_ADD_SQL, *((_RENEW_SQL,) if self.used_ids else ()), _SHRINK_SQL)
         try:
             await database_pool.shared().run_in_transaction([(text, parameters) for text in statements])
-        except (*database_pool.UNREACHABLE, Unavailable) as error:
+        except (*database_pool.UNREACHABLE_ERRORS, Unavailable) as error:
             logger.warning("A response is not stored: %s", error)
             self.echo["store"] = False
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from localai_cluster.kit import backoff, clock, untrusted
 from localai_cluster.kit.outbound import (
-    STALL_LIMIT,
+    STALL_TIMEOUT,
     SourceBody,
     SourceBusy,
     SourceChanged,
@@ -68,7 +68,7 @@ class FetchedFiles(Protocol):
         """Remember the hash of the complete file."""
 
 
-class _StartOver(Exception):
+class _DownloadMustRestart(Exception):
     """The received bytes cannot be used; the text gives the reason."""
 
 
@@ -224,7 +224,7 @@ class Download:
             was_resumed = partial.journal.done > 0
             try:
                 await self._receive_spans(partial)
-            except _StartOver as start_over:
+            except _DownloadMustRestart as start_over:
                 problem = str(start_over)
             else:
                 problem, sha256 = await self._verify(partial)
@@ -249,7 +249,7 @@ class Download:
         return "", sha256
 
     async def _receive_spans(self, partial: PartialFile) -> None:
-        """Receive the missing spans over several connections. Raise SourceError and _StartOver."""
+        """Receive the missing spans over several connections. Raise SourceError and _DownloadMustRestart."""
         spans = partial.journal.spans
         self._meter.set_position(self._file.path, partial.journal.done)
         self._pending = [span for span in spans if span.missing != 0] if spans else [ByteSpan(0, -1, 0)]
@@ -265,7 +265,7 @@ class Download:
             await self._receive_span(partial, self._pending.pop(0), group)
 
     async def _receive_span(self, partial: PartialFile, span: ByteSpan, group: asyncio.TaskGroup) -> None:
-        """Receive a span; retry transient failures. Raise SourceError and _StartOver."""
+        """Receive a span; retry transient failures. Raise SourceError and _DownloadMustRestart."""
         failures = 0
         while True:
             before = span.at
@@ -292,7 +292,7 @@ class Download:
                 self._has_many_connections = True
                 for _ in range(min(self._connections - 1, len(self._pending))):
                     group.create_task(self._run_connection(partial, group))
-            async for piece in read_pieces(body.pieces, CHUNK, STALL_LIMIT):
+            async for piece in read_pieces(body.pieces, CHUNK, STALL_TIMEOUT):
                 piece = piece if span.missing is None else piece[: span.missing]
                 await in_staging_thread(partial.write, span, piece)
                 self._meter.add_received(self._file.path, len(piece))
@@ -304,7 +304,7 @@ class Download:
     def _compare(self, partial: PartialFile, span: ByteSpan, body: SourceBody) -> None:
         """Plan the spans at the first response, and compare each later response with it.
 
-        Raise SourceError and _StartOver.
+        Raise SourceError and _DownloadMustRestart.
         """
         journal, total = partial.journal, body.total or self._file.size or -1
         if self._file.size and body.total and body.total != self._file.size:
@@ -319,9 +319,9 @@ class Download:
             self._pending += journal.spans[1:]
             self._meter.set_size(self._file.path, max(total, 0))
         elif total != journal.total or (not self._file.sha256 and body.validator != journal.validator):
-            raise _StartOver("it has changed at its source")
+            raise _DownloadMustRestart("it has changed at its source")
         elif body.offset != span.at:
-            raise _StartOver("the connection broke, and the source sends no ranges")
+            raise _DownloadMustRestart("the connection broke, and the source sends no ranges")
 
     def _count_read(self, count: int) -> None:
         self._meter.add_read(self._file.path, count)

@@ -21,7 +21,7 @@ from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import MAX_BYTES, ImportPlan, SourceFile
 from nodes.sources.probing import probe_file
 
-_CONFIGURATIONS = (".json", ".jinja", ".txt", ".yaml", ".yml")
+_CONFIGURATION_SUFFIXES = (".json", ".jinja", ".txt", ".yaml", ".yml")
 """Suffixes of files that are always fetched; a configuration determines the memory of a safetensors model."""
 _OPTIONS_WITH_HEADER = ("Model", "DraftModel")
 """Options whose files' headers are used by placement."""
@@ -47,7 +47,7 @@ def choose_files(plan: ImportPlan, cluster: ClusterSettings) -> list[SourceFile]
 
 
 def _can_stay(file: SourceFile) -> bool:
-    is_configuration = file.path.lower().endswith(_CONFIGURATIONS)
+    is_configuration = file.path.lower().endswith(_CONFIGURATION_SUFFIXES)
     return bool(file.sha256) and is_lasting(file.url) and not is_configuration
 
 

@@ -108,7 +108,7 @@ def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool
         if _plan_of(admission.operation) != plan or FILES_ONLY in admission.operation.payload:
             raise exclusion_error(admission.operation)
         if load:
-            _load_too(admission.operation)
+            _make_joined_import_load(admission.operation)
     return admission
 
 
@@ -122,7 +122,7 @@ def cancel_import(operation: Operation, actor: str, now: datetime) -> Operation:
         return cancel(operation.id, actor=actor, now=now)
 
 
-def _load_too(joined: Operation) -> None:
+def _make_joined_import_load(joined: Operation) -> None:
     """Make the joined import load the model; request the load now if its definition is already saved."""
     with transaction.atomic():
         operation = lock_operation(joined.id)

@@ -40,7 +40,7 @@ HEADROOM = 256 * 2**20
 RETENTION = timedelta(days=7)
 """Age after which an abandoned download is removed."""
 _MAX_JOURNAL_LENGTH = 64 * 1024
-_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_POINTER_START = b"version https://git-lfs.github.com/spec/"
 
 
 class DiskFull(ClusterError):
@@ -105,7 +105,7 @@ class PartialFile:
         self._models, self._data, self._descriptor = models, data, descriptor
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._journal_file = os.open(_journal_of(data), _NEW_JOURNAL, 0o640)
+        self._journal_file = os.open(_journal_of(data), _JOURNAL_OPEN_FLAGS, 0o640)
         self._written_length = os.fstat(self._journal_file).st_size
         self.journal = Journal(path, "", "")
         self.digest: hashlib._Hash | None = None
@@ -185,12 +185,12 @@ class PartialFile:
 
     def beginning(self) -> bytes:
         """Return the first bytes, as many as a Git LFS pointer begins with."""
-        return os.pread(self._descriptor, len(_POINTER), 0)
+        return os.pread(self._descriptor, len(_LFS_POINTER_START), 0)
 
     @property
     def is_pointer(self) -> bool:
         """True if the source sent a Git LFS pointer instead of the file."""
-        return self.journal.total < 1024 and self.beginning() == _POINTER
+        return self.journal.total < 1024 and self.beginning() == _LFS_POINTER_START
 
     def sha256(self, on_bytes: Callable[[int], None]) -> str:
         """Return the hash of the complete file; call `on_bytes` with each number of bytes read."""
@@ -255,7 +255,7 @@ class PartialFile:
         self._written_length = len(padded)
 
 
-_NEW_JOURNAL = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_JOURNAL_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _journal_of(data: Path) -> Path:

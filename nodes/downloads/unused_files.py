@@ -32,7 +32,7 @@ MAX_LISTED, MAX_REMOVED = 10_000, 1_000
 """Files of a list, and of one removal."""
 MAX_SEEN = 100_000
 """Maximum files of the models folder that one listing examines."""
-_DEFINITIONS = (".yaml", ".yml")
+_DEFINITION_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def list_unused(models: Path, in_use: FilesInUse) -> list[UnusedFile]:
 
     Of a larger folder, only the first `MAX_SEEN` files are examined.
     """
-    files = [file for file in islice(_files(models), MAX_SEEN) if not in_use.has(file.path)]
+    files = [file for file in islice(_iterate_plain_files(models), MAX_SEEN) if not in_use.has(file.path)]
     files += islice(_unused_partials(models, in_use), MAX_LISTED)
     return sorted(files, key=lambda file: (file.modified_at, file.path))[:MAX_LISTED]
 
@@ -63,7 +63,7 @@ def _unused_partials(models: Path, in_use: FilesInUse) -> Iterator[UnusedFile]:
             )
 
 
-def _files(models: Path) -> Iterator[UnusedFile]:
+def _iterate_plain_files(models: Path) -> Iterator[UnusedFile]:
     """Yield the plain files of the folder on its own file system; omit unreadable files."""
     pending: list[Path] = []
     with suppress(OSError):
@@ -84,7 +84,7 @@ def _files(models: Path) -> Iterator[UnusedFile]:
                 if stat.S_ISDIR(status.st_mode) and not is_on_share(Path(entry.path)):
                     pending.append(Path(entry.path))
                 elif stat.S_ISREG(status.st_mode) and not (
-                    "/" not in relative and entry.name.endswith(_DEFINITIONS)
+                    "/" not in relative and entry.name.endswith(_DEFINITION_SUFFIXES)
                 ):
                     yield UnusedFile(relative, status.st_size, _modification_time(status))
 

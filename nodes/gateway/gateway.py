@@ -131,7 +131,7 @@ class Gateway:
             return
         try:
             removed = await self.picker.exclude(replica, has_wrong_model=has_wrong_model)
-        except database_pool.UNREACHABLE as unreachable:
+        except database_pool.UNREACHABLE_ERRORS as unreachable:
             raise Unavailable("the database is not reachable", retry_after=2) from unreachable
         if removed:
             logger.warning(

@@ -26,7 +26,7 @@ import psycopg
 from localai_cluster import __version__
 from localai_cluster.accounts.principals import Principal, WrongKey
 from localai_cluster.kit import clock, conf, disk
-from localai_cluster.kit.database_pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
+from localai_cluster.kit.database_pool import UNREACHABLE_ERRORS, DedicatedConnection, Parameters, Pool
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
 from nodes.figures import store as figures
@@ -250,7 +250,7 @@ class Picker:
         """
         try:
             await figures.add_counts(self._pool, metrics.take_model_counts(), now=clock.now())
-        except (psycopg.Error, *UNREACHABLE) as error:
+        except (psycopg.Error, *UNREACHABLE_ERRORS) as error:
             logger.info("Figures of some seconds are lost: %s", error)
 
     async def unregister(self) -> None:
@@ -298,7 +298,7 @@ class Picker:
                 if count >= MIN_CROWDED_PICKS:
                     await asyncio.sleep(CROWD_DELAY_SECONDS)
                 count = await self._run_statement()
-        except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
+        except (*_RETRYABLE_ERRORS, *UNREACHABLE_ERRORS) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
             self._fail_waiting(
                 Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
@@ -332,7 +332,7 @@ class Picker:
         values = (str(self.process_id), clock.now().isoformat(), document)
         try:
             rows = await self._connection.fetch_rows(statements.EXCHANGE, values)
-        except (*_RETRYABLE_ERRORS, *UNREACHABLE) as error:
+        except (*_RETRYABLE_ERRORS, *UNREACHABLE_ERRORS) as error:
             # The statement may have taken effect: a settlement comes before the next exchange.
             self._unsettled = True
             self._waiting = [*self._retryable_requests(requests, error), *self._waiting]
@@ -436,7 +436,7 @@ class ProcessHeartbeat:
         await self._picker.report_counts()
         try:
             await self._picker.unregister()
-        except UNREACHABLE as error:
+        except UNREACHABLE_ERRORS as error:
             logger.warning(
                 "Cannot remove the row of this web process; the liveness pass removes it: %s", error
             )
@@ -449,7 +449,7 @@ class ProcessHeartbeat:
             metrics.refresh()
             try:
                 is_registered = await self._picker.renew()
-            except UNREACHABLE as error:
+            except UNREACHABLE_ERRORS as error:
                 logger.warning("Cannot renew the row of this process: %s", error)
                 continue
             await self._picker.report_counts()

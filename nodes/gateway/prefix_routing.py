@@ -19,7 +19,7 @@ from psycopg.types.json import Jsonb
 
 from localai_cluster import bus_access
 from localai_cluster.kit import cancellation, clock
-from localai_cluster.kit.database_pool import UNREACHABLE, Parameters, Pool
+from localai_cluster.kit.database_pool import UNREACHABLE_ERRORS, Parameters, Pool
 from localai_cluster.kit.settings_table import MAX_PRESSURE
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
@@ -140,7 +140,7 @@ class PrefixRouter:
                 self._affinity.sweep(self._swept_at)
             try:
                 await self.report_pressure(pool, process)
-            except (psycopg.Error, *UNREACHABLE) as error:
+            except (psycopg.Error, *UNREACHABLE_ERRORS) as error:
                 logger.warning("Cannot report pressure: %s", error)
 
     async def report_pressure(self, pool: Pool, process: UUID) -> None:
@@ -177,7 +177,7 @@ class PrefixService:
     @classmethod
     def connect(cls, ttl: float) -> "PrefixService":
         """Create a service with a bus connection of its own, which `stop` closes."""
-        bus = NatsBus(bus_access.service("web"), name="web", echo=False)
+        bus = NatsBus(bus_access.service_servers("web"), name="web", echo=False)
         bus.start()
         return cls(ttl, bus)
 

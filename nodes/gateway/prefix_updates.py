@@ -49,8 +49,8 @@ class PrefixInvalidated(msgspec.Struct, frozen=True):
 
 PrefixUpdate = PrefixObserved | PrefixInvalidated
 _TYPE_BY_SUBJECT: dict[str, type[Any]] = {
-    messages.PREFIX_OBSERVED: PrefixObserved,
-    messages.PREFIX_INVALIDATED: PrefixInvalidated,
+    messages.PREFIX_OBSERVED_SUBJECT: PrefixObserved,
+    messages.PREFIX_INVALIDATED_SUBJECT: PrefixInvalidated,
 }
 _SUBJECT_BY_TYPE = {kind: subject for subject, kind in _TYPE_BY_SUBJECT.items()}
 
@@ -116,4 +116,4 @@ async def subscribe_to_updates(bus: Bus, on_update: Callable[[PrefixUpdate], Non
         if (update := decode_update(message.subject, message.payload)) is not None:
             on_update(update)
 
-    await bus.subscribe(messages.PREFIX_NEWS, on_message, limit=1)
+    await bus.subscribe(messages.PREFIX_SUBJECTS, on_message, limit=1)

@@ -11,7 +11,7 @@ from typing import Any
 from localai_cluster import __version__
 from localai_cluster.kit import periodic
 from localai_cluster.kit.disk import DiskUsage
-from localai_cluster.kit.env import weak_secret
+from localai_cluster.kit.env import is_weak_secret
 from localai_cluster.kit.quantities import counted
 from nodes.live.shapes import NOTICE
 from nodes.registry.mass_silence import CurrentHold
@@ -120,7 +120,7 @@ def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
     waits = facts.tasks_wait_since
     if waits is not None:
         waits = max(moment for moment in (waits, facts.readable_since) if moment is not None)
-        if now - waits > timedelta(seconds=periodic.SILENT_AFTER):
+        if now - waits > timedelta(seconds=periodic.MAX_TASK_WAIT_SECONDS):
             text = "No process runs scheduled tasks; nodes that fall silent and expired leases go unnoticed."
             hint = "Start `manage.py qcluster`. The page System health shows the schedules."
             notices.append(_make_notice("no-tasks", "error", text, hint))
@@ -190,5 +190,5 @@ def _secret_notices(settings: NoticeSettings) -> list[Notice]:
             f"Set {setting} to a long random value, or let `make run` generate one.",
         )
         for name, secret, setting, values in secrets
-        if any(value and weak_secret(value) for value in values)
+        if any(value and is_weak_secret(value) for value in values)
     ]

@@ -350,7 +350,7 @@ class NodeFeed:
         while True:
             # In a thread: a disk that hangs must not hold up what else the pages are told.
             self._disk = await asyncio.to_thread(disk.current)
-            await asyncio.sleep(disk.MAX_AGE)
+            await asyncio.sleep(disk.MAX_READING_AGE_SECONDS)
 
     @staticmethod
     async def _set_on_change(woken: asyncio.Event) -> None:

@@ -9,7 +9,7 @@ from asgiref.sync import async_to_sync
 from localai_cluster.accounts import audit
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.outage import skip_during_outage
-from localai_cluster.kit.periodic import Recurring
+from localai_cluster.kit.periodic import RecurringTask
 from localai_cluster.kit.transactions import Lock, try_lock
 from nodes.backends import upgrade_state
 from nodes.definitions import store
@@ -26,18 +26,18 @@ from nodes.replicas import checks, unload_requests
 
 # Every 5 s, not every 15 (C14): a dead web process's counts must be true again within 30 s.
 SCHEDULES = [
-    Recurring("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5"),
+    RecurringTask("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5"),
     # C1. What it asks for is done by controllers, which are on the bus.
-    Recurring("nodes: state pass", "nodes.reconcilers.tasks.state_pass", "* * * * * */30"),
-    Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
+    RecurringTask("nodes: state pass", "nodes.reconcilers.tasks.state_pass", "* * * * * */30"),
+    RecurringTask("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
     # C1; between two ticks the controllers run the pass after each change (`replicas.py`).
-    Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
-    Recurring("nodes: figures", "nodes.reconcilers.tasks.sample_figures", "* * * * * */10"),
-    Recurring("nodes: figures of past hours", "nodes.reconcilers.tasks.pack_figures", "* * * * * 25"),
-    Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "*/10 * * * * 0"),
-    Recurring("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
+    RecurringTask("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
+    RecurringTask("nodes: figures", "nodes.reconcilers.tasks.sample_figures", "* * * * * */10"),
+    RecurringTask("nodes: figures of past hours", "nodes.reconcilers.tasks.pack_figures", "* * * * * 25"),
+    RecurringTask("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "*/10 * * * * 0"),
+    RecurringTask("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
     # Every six hours (C47); the first one is a controller's, ten seconds after it starts.
-    Recurring("backends: upgrade check", "nodes.reconcilers.tasks.check_upgrades", "23 */6 * * * 0"),
+    RecurringTask("backends: upgrade check", "nodes.reconcilers.tasks.check_upgrades", "23 */6 * * * 0"),
 ]
 
 

@@ -56,7 +56,7 @@ def issue(nodes: Sequence[BackendNode], now: datetime) -> dict[UUID, Credentials
     valid = BusCredential.objects.filter(node_id__in=approved, revoked_at=None)
     salts = dict(valid.values_list("node_id", "salt"))
     new_salts = {node_id: secrets.token_hex(16) for node_id in approved if node_id not in salts}
-    account = bus_access.account()
+    account = bus_access.account_key()
     users = {
         node_id: nkeys.derive(account, "user", f"{node_id} {salt}")
         for node_id, salt in (salts | new_salts).items()
@@ -128,7 +128,7 @@ class Revocations(PeriodicTask):
             # It must not end this task: without it nothing is revoked any more.
             retry_on=(ClusterError, DatabaseError, ValueError),
         )
-        self._operator, self._on_disconnect = bus_access.operator(), on_disconnect
+        self._operator, self._on_disconnect = bus_access.operator_key(), on_disconnect
         self._bus: NatsBus | None = None
 
     async def run(self) -> None:
@@ -142,9 +142,9 @@ class Revocations(PeriodicTask):
             )
             await asyncio.Event().wait()
             return
-        self._bus = NatsBus(bus_access.system("revocations"), name="revocations")
+        self._bus = NatsBus(bus_access.system_account_servers("revocations"), name="revocations")
         self._bus.start()
-        advisories = f"$SYS.ACCOUNT.{bus_access.account().public_key}.DISCONNECT"
+        advisories = f"$SYS.ACCOUNT.{bus_access.account_key().public_key}.DISCONNECT"
         await self._bus.subscribe(advisories, self._receive_disconnect, limit=UNQUEUED)
         try:
             async with asyncio.TaskGroup() as group:
@@ -174,7 +174,7 @@ class Revocations(PeriodicTask):
 
         Raise ClusterError, and ValueError if the server refuses or another controller keeps pushing.
         """
-        account = bus_access.account().public_key
+        account = bus_access.account_key().public_key
         for pushes in range(_PUSH_ATTEMPTS):
             expected = await in_thread(current_revocations, clock.now())
             lookup = f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP"

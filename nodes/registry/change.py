@@ -186,7 +186,7 @@ def save_all(changes: Sequence[Change]) -> None:
 
 def _log(entries: Sequence[Entry]) -> None:
     for entry in entries:
-        with logs.of_request(entry.request_id):
+        with logs.with_request_id(entry.request_id):
             cause = f" ({entry.cause})" if entry.cause else ""
             log.info("node %s: %s by %s%s", entry.node_name, entry.kind, entry.actor, cause)
 

@@ -260,7 +260,7 @@ async def resolve(target: addresses.Address, name: str) -> list[str]:
 
     Raises OSError, or AddressRefused after it has recorded an event.
     """
-    if addresses.is_number(target.host):
+    if addresses.is_ip_address(target.host):
         return [target.host]
     loop = asyncio.get_running_loop()
     lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
@@ -284,7 +284,7 @@ def _check_lookup(target: addresses.Address, name: str) -> None:
 
     A name that cannot be resolved is accepted; the connection fails later.
     """
-    if addresses.is_number(target.host):
+    if addresses.is_ip_address(target.host):
         return
     lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
     try:

@@ -229,7 +229,7 @@ def _record_conflict(
     node: BackendNode, kind: NodeConflict.Mismatch, new_claim: Claim, now: datetime
 ) -> errors.Conflict:
     """Record the mismatching claim, and return the error."""
-    with logs.of_request(new_claim.request_id):
+    with logs.with_request_id(new_claim.request_id):
         return claims.record_conflict(
             node,
             kind,
@@ -468,7 +468,9 @@ def _is_listed(registration: Registration, row: NodeModel) -> bool:
     """Return True if the worker lists the process of the row; the list or the row may lack the address."""
     listed = {process.process_key: process.address for process in registration.running_processes or ()}
     address = listed.get(process_key(row.model_name, row.replica_index))
-    return address is not None and (not address or not row.address or addresses.same(address, row.address))
+    return address is not None and (
+        not address or not row.address or addresses.is_same_address(address, row.address)
+    )
 
 
 def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, Any]:

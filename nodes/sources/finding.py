@@ -35,7 +35,7 @@ from nodes.sources.variants import RepositoryFile, Variant, variants_of
 
 MAX_PROBED = 20
 """Maximum files of a definition whose sizes are requested from their sources."""
-_WHISPER = "ggml-"
+_WHISPER_FILE_PREFIX = "ggml-"
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Finder:
         folder = "/".join(("web", urlsplit(url).netloc.rpartition("@")[2].replace(":", "-"), *parts))
         source = SourceFile(f"{folder}/{file_name}", url)
         content, total = await probing.read_start(self.opener, source, 4)
-        is_whisper = file_name.startswith(_WHISPER) and file_name.endswith(".bin")
+        is_whisper = file_name.startswith(_WHISPER_FILE_PREFIX) and file_name.endswith(".bin")
         if content != b"GGUF" and not is_whisper:
             raise InvalidInput(
                 f"text: {shown} is not a GGUF file;"
@@ -357,7 +357,7 @@ def _variants(files: Sequence[RepositoryFile], path: str) -> list[Variant]:
     """Return the variants; add the file at `path` if it is whisper's and in no variant."""
     listed = variants_of(files)
     named = next((file for file in files if file.path == path), None)
-    is_whisper = named is not None and named.path.rpartition("/")[2].startswith(_WHISPER)
+    is_whisper = named is not None and named.path.rpartition("/")[2].startswith(_WHISPER_FILE_PREFIX)
     if named is not None and is_whisper and variants.select(listed, path) is None:
         return [*listed, replace(_single_file_variant(named.path, named.size), files=(named,))]
     return listed

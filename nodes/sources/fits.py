@@ -36,7 +36,7 @@ FIT = Shape(
         field("nodes", NODE_FIT.many),
     ],
 )
-_GENERIC_DEFINITION = {"name": "model", "backend": "llama-cpp", "parameters": {"model": "model"}}
+_PLACEHOLDER_DEFINITION = {"name": "model", "backend": "llama-cpp", "parameters": {"model": "model"}}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class FleetFit:
         if size <= 0 or not self._usable_nodes:
             return None
         if size not in self._fits_by_size:
-            need = estimate_need(parse_definition(_GENERIC_DEFINITION, "catalogue"), ModelFiles(size, size))
+            need = estimate_need(
+                parse_definition(_PLACEHOLDER_DEFINITION, "catalogue"), ModelFiles(size, size)
+            )
             self._fits_by_size[size] = any(has_memory(node, need) for node in self._usable_nodes)
         return self._fits_by_size[size]
 

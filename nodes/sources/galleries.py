@@ -92,7 +92,7 @@ def task_of(entry: GalleryEntry) -> str:
 
 async def plan_of(entry: GalleryEntry, outbound: Outbound) -> ImportPlan:
     """Return the plan of an entry; raise InvalidInput, SourceError or GalleryUnreadable."""
-    document = await _document(entry, outbound)
+    document = await _read_document(entry, outbound)
     wanted = writing.model_name(entry.name)
     text = writing.text_of(writing.with_name(document.config, wanted))
     writing.check_text(text)
@@ -107,7 +107,7 @@ async def plan_of(entry: GalleryEntry, outbound: Outbound) -> ImportPlan:
     )
 
 
-async def _document(entry: GalleryEntry, outbound: Outbound) -> model_documents.ModelDocument:
+async def _read_document(entry: GalleryEntry, outbound: Outbound) -> model_documents.ModelDocument:
     try:
         async with asyncio.timeout(READ_LIMIT):
             return await model_documents.model_document(
@@ -150,10 +150,10 @@ def _source_file(file: ModelFile, index: str) -> SourceFile:
         raise InvalidInput(
             f"the file {names.to_single_line(file.name[:100])!r}: {error.message}", field="text"
         ) from None
-    return SourceFile(file.name, _address(found, file), sha256=file.sha256)
+    return SourceFile(file.name, _resolve_address(found, file), sha256=file.sha256)
 
 
-def _address(found: references.Reference, file: ModelFile) -> str:
+def _resolve_address(found: references.Reference, file: ModelFile) -> str:
     match found:
         case HubRef(repo=repo, revision=revision, path=path) if path:
             return f"hf://{repo}@{revision or 'main'}/{path}"

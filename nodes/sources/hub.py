@@ -96,12 +96,14 @@ class Hub:
         revision = quote(reference.revision or "main", safe="")
         address = f"{self._endpoint}/api/models/{reference.repo}/revision/{revision}?blobs=true"
         try:
-            found = _decode(await self._outbound.read(address, MAX_BYTES), _Repository, reference.repo)
+            found = _decode_response(
+                await self._outbound.read(address, MAX_BYTES), _Repository, reference.repo
+            )
         except (SourceRefused, SourceMissing) as error:
             raise self._explain_refusal(error, reference) from error
         if found.disabled:
             raise SourceRefused(f"{reference.repo} is disabled at its source")
-        return _repository(found)
+        return _convert_repository(found)
 
     async def pin_files(self, files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
         """Pin files that a branch or tag names to its current commit, with size and hash; return all files.
@@ -129,8 +131,8 @@ class Hub:
         """Return the repositories that match the term, the most downloaded first; raise SourceError."""
         query = urlencode({"search": term, "sort": "downloads", "direction": "-1", "limit": MAX_RESULTS})
         body = await self._outbound.read(f"{self._endpoint}/api/models?{query}", MAX_BYTES)
-        found = _decode(body, list[_Repository], term)
-        return [_repository(each) for each in found[:MAX_RESULTS]]
+        found = _decode_response(body, list[_Repository], term)
+        return [_convert_repository(each) for each in found[:MAX_RESULTS]]
 
     async def small_file(self, repository: Repository, path: str, limit: int) -> bytes:
         """Return a file of at most `limit` bytes; raise SourceError."""
@@ -166,7 +168,7 @@ def _pin_to_commit(file: SourceFile, place: HubRef, repository: Repository) -> S
     return replace(file, url=address, size=listed.size, sha256=file.sha256 or listed.sha256)
 
 
-def _decode(body: bytes, kind: Any, subject: str) -> Any:
+def _decode_response(body: bytes, kind: Any, subject: str) -> Any:
     """Decode the JSON of a response as `kind`; raise SourceError."""
     if problem := untrusted.json_problem(body):
         raise SourceError(f"{subject}: the answer is {problem}")
@@ -176,7 +178,7 @@ def _decode(body: bytes, kind: Any, subject: str) -> Any:
         raise SourceError(f"{subject}: the answer cannot be read: {str(error)[:200]}") from None
 
 
-def _repository(found: _Repository) -> Repository:
+def _convert_repository(found: _Repository) -> Repository:
     if len(found.siblings) > MAX_FILES:
         count = len(found.siblings)
         raise InvalidInput(f"{found.id} has {count} files; at most {MAX_FILES} are listed", field="text")
@@ -187,7 +189,11 @@ def _repository(found: _Repository) -> Repository:
     return Repository(
         _displayable_text(found.id),
         commit,
-        tuple(_file(sibling) for sibling in found.siblings if not names.find_unprintable(sibling.rfilename)),
+        tuple(
+            _convert_file(sibling)
+            for sibling in found.siblings
+            if not names.find_unprintable(sibling.rfilename)
+        ),
         bool(found.gated),
         found.private,
         _displayable_text(found.pipeline_tag),
@@ -198,7 +204,7 @@ def _repository(found: _Repository) -> Repository:
     )
 
 
-def _file(sibling: _Sibling) -> RepositoryFile:
+def _convert_file(sibling: _Sibling) -> RepositoryFile:
     """Return a file with the size of its content, not of its LFS pointer."""
     size = sibling.lfs.size if sibling.lfs is not None else sibling.size or 0
     sha256 = sibling.lfs.sha256.lower() if sibling.lfs is not None else ""

@@ -22,13 +22,17 @@ from nodes.sources.probing import read_start
 from nodes.sources.references import OLLAMA_REGISTRY, ImageRef
 from nodes.sources.variants import RepositoryFile, Variant, quantization_of, variants_of
 
-_OLLAMA = "application/vnd.ollama.image."
-_MODEL, _PROJECTOR, _ADAPTER = f"{_OLLAMA}model", f"{_OLLAMA}projector", f"{_OLLAMA}adapter"
+_OLLAMA_MEDIA_TYPE_PREFIX = "application/vnd.ollama.image."
+_MODEL_MEDIA_TYPE, _PROJECTOR_MEDIA_TYPE, _ADAPTER_MEDIA_TYPE = (
+    f"{_OLLAMA_MEDIA_TYPE_PREFIX}model",
+    f"{_OLLAMA_MEDIA_TYPE_PREFIX}projector",
+    f"{_OLLAMA_MEDIA_TYPE_PREFIX}adapter",
+)
 _MAX_TEXT_BYTES = 256 * 1024
 """Maximum bytes of a text layer that are read."""
 _TITLE_ANNOTATION = "org.opencontainers.image.title"
-_DOCKER_MODEL = "application/vnd.docker.ai.gguf.v3"
-_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+_DOCKER_MODEL_MEDIA_TYPE = "application/vnd.docker.ai.gguf.v3"
+_SETTING_BY_PARAMETER: Mapping[str, tuple[str, ...]] = {
     "temperature": ("parameters", "temperature"),
     "top_k": ("parameters", "top_k"),
     "top_p": ("parameters", "top_p"),
@@ -80,7 +84,7 @@ async def read_model(opener: Opener, reference: ImageRef) -> RegistryModel:
             image = await client.artifact(reference.reference)
     except RegistryError as error:
         raise translate_registry_error(error) from error
-    if any(layer.media_type == _MODEL for layer in image.layers):
+    if any(layer.media_type == _MODEL_MEDIA_TYPE for layer in image.layers):
         return await _ollama_model(opener, reference.reference, image.layers)
     return _artifact(reference.reference, image.layers)
 
@@ -92,13 +96,13 @@ async def _ollama_model(
     by_type: dict[str, Descriptor] = {}
     for layer in layers:
         by_type.setdefault(layer.media_type, layer)
-    weights, projector = by_type[_MODEL], by_type.get(_PROJECTOR)
-    if sum(layer.media_type == _MODEL for layer in layers) > 1:
+    weights, projector = by_type[_MODEL_MEDIA_TYPE], by_type.get(_PROJECTOR_MEDIA_TYPE)
+    if sum(layer.media_type == _MODEL_MEDIA_TYPE for layer in layers) > 1:
         raise SourceError(f"{reference}: a model whose weights are in several layers is not supported")
     texts = {
-        name: await _read_layer(opener, reference, by_type[f"{_OLLAMA}{name}"])
+        name: await _read_layer(opener, reference, by_type[f"{_OLLAMA_MEDIA_TYPE_PREFIX}{name}"])
         for name in ("params", "system", "license")
-        if f"{_OLLAMA}{name}" in by_type
+        if f"{_OLLAMA_MEDIA_TYPE_PREFIX}{name}" in by_type
     }
     files = [_layer_file("model", weights), *([_layer_file("mmproj", projector)] if projector else [])]
     variant = Variant(
@@ -121,7 +125,7 @@ async def _ollama_model(
         names.to_single_line(
             texts.get("license", b"").decode("utf-8", "replace").strip().partition("\n")[0][:200]
         ),
-        ("an adapter",) if _ADAPTER in by_type else (),
+        ("an adapter",) if _ADAPTER_MEDIA_TYPE in by_type else (),
     )
 
 
@@ -130,7 +134,7 @@ def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> Regist
     files, addresses = [], {}
     for index, layer in enumerate(layers):
         title = (layer.annotations or {}).get(_TITLE_ANNOTATION, "")
-        if not title and layer.media_type == _DOCKER_MODEL:
+        if not title and layer.media_type == _DOCKER_MODEL_MEDIA_TYPE:
             title = f"model-{index}.gguf" if index else "model.gguf"
         if not isinstance(title, str) or not title or names.find_unprintable(title):
             continue
@@ -176,7 +180,7 @@ def _parameters(content: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         return {}
-    return {key: found[key] for key in _PARAMETERS if key in found and _is_usable(key, found[key])}
+    return {key: found[key] for key in _SETTING_BY_PARAMETER if key in found and _is_usable(key, found[key])}
 
 
 def _is_usable(key: str, value: object) -> bool:
@@ -191,7 +195,7 @@ def with_parameters(settings: dict[str, Any], model: RegistryModel) -> dict[str,
     """Add the parameters and system prompt of a model to the settings of a definition; return them."""
     for key, value in model.parameters.items():
         section = settings
-        *outer, name = _PARAMETERS[key]
+        *outer, name = _SETTING_BY_PARAMETER[key]
         for part in outer:
             section = section.setdefault(part, {})
         section[name] = value

@@ -29,9 +29,9 @@ from nodes.sources.references import GalleryRef, NameRef, Reference, recognise
 KINDS = ("huggingface", "gallery", "ollama", "oci", "https", "s3", "folder", "definition", "search")
 MAX_CANDIDATES = 20
 """Candidates of each kind."""
-_TAGGED_NAME = re.compile(r"[\w.-]+:[\w.-]+", re.ASCII)
+_TAGGED_NAME_PATTERN = re.compile(r"[\w.-]+:[\w.-]+", re.ASCII)
 
-_KIND = {"type": "string", "enum": list(KINDS)}
+_KIND_SCHEMA = {"type": "string", "enum": list(KINDS)}
 
 FILE = Shape("VariantFile", "A file of a variant.", [field("path", TEXT), field("size", BYTES)])
 VARIANT = Shape(
@@ -56,7 +56,7 @@ CANDIDATE = Shape(
     [
         field("text", TEXT, "To be inspected instead of the name."),
         field("title", TEXT),
-        field("kind", _KIND),
+        field("kind", _KIND_SCHEMA),
         field("description", TEXT),
         field("size", BYTES, "0 if unknown."),
     ],
@@ -65,7 +65,7 @@ INSPECTION = Shape(
     "SourceInspection",
     "What a pasted text means.",
     [
-        field("kind", _KIND),
+        field("kind", _KIND_SCHEMA),
         field("title", TEXT),
         field("description", TEXT),
         field("licence", TEXT),
@@ -80,7 +80,7 @@ INSPECTION = Shape(
         field("problem", TEXT, "What could not be found out."),
     ],
 )
-_MAX_SHOWN = 200
+_MAX_SHOWN_VARIANTS = 200
 _WEB_PREFIXES = ("https://", "http://")
 """Prefixes of the addresses that a page may link to."""
 
@@ -211,7 +211,7 @@ def _variant(found: SourceModel, choice: Choice, fit: Row, *, is_best: bool) -> 
         label=variant.quantization or variant.id,
         quantization=variant.quantization,
         size=variant.size or variant.weights,
-        files=[FILE.of(path=file.path, size=file.size) for file in variant.files[:_MAX_SHOWN]],
+        files=[FILE.of(path=file.path, size=file.size) for file in variant.files[:_MAX_SHOWN_VARIANTS]],
         recommended=is_best,
         context_size=choice.context,
         fit=fit,
@@ -222,7 +222,7 @@ def _search(reference: NameRef) -> Row:
     """Return the models that a search term matches: gallery entries first, then repositories of the hub."""
     offer = galleries.offer()
     candidates = list(_search_galleries(offer.builds, reference.term))[:MAX_CANDIDATES]
-    if _TAGGED_NAME.fullmatch(reference.term):
+    if _TAGGED_NAME_PATTERN.fullmatch(reference.term):
         candidates.append(
             Suggestion(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
         )

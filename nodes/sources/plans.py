@@ -22,8 +22,8 @@ MAX_PATH_LENGTH, MAX_PART_LENGTH, MAX_PARTS = 512, 180, 12
 MAX_URL_LENGTH, MAX_BYTES = 4096, 2**60
 SHARE_PREFIX = "share://"
 """Prefix of the address of a file on a share; such a file is used in place and not fetched."""
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_DEFINITIONS = (".yaml", ".yml")
+_SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+_DEFINITION_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def check_path(path: str) -> str:
         if PureWindowsPath(part).is_reserved() or ":" in part:
             raise _invalid_path(path, "has a reserved name")
     lowered = path.lower()
-    if lowered.endswith(SIDES) or (len(parts) == 1 and lowered.endswith(_DEFINITIONS)):
+    if lowered.endswith(SIDES) or (len(parts) == 1 and lowered.endswith(_DEFINITION_SUFFIXES)):
         raise _invalid_path(path, "has the name of a definition or a checksum file")
     return path
 
@@ -109,7 +109,7 @@ def check_files(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
         check_path(file.path)
         if len(file.url) > MAX_URL_LENGTH or file.size < 0 or file.size >= MAX_BYTES:
             raise _invalid_path(file.path, "has an address or a size that is out of range")
-        if file.sha256 and not _SHA256.fullmatch(file.sha256):
+        if file.sha256 and not _SHA256_PATTERN.fullmatch(file.sha256):
             raise _invalid_path(file.path, "has a hash that is not a SHA-256")
         if (key := names.key(file.path)) in seen:
             raise _invalid_path(file.path, f"has the name of another file, {seen[key][:100]!r}")

@@ -36,9 +36,9 @@ HEADER_LIMIT = 20.0
 """Seconds within which a header must have been read."""
 _MIN_BYTES = 256
 """Bytes that are read to check that the source sends the file."""
-_POINTER = b"version https://git-lfs"
-_CONTEXT_KEY = "context_length"
-_ASSUMED_BYTES = 2**60
+_LFS_POINTER_START = b"version https://git-lfs"
+_GGUF_CONTEXT_KEY = "context_length"
+_ASSUMED_FILE_BYTES = 2**60
 """Size in bytes that is assumed for a file of unknown size."""
 
 
@@ -109,16 +109,16 @@ async def _read_gguf(opener: SourceOpener, file: SourceFile) -> tuple[Header, in
     """
     content, total = await read_start(opener, file, FIGURES_BYTES)
     _check_length(content, total, file, FIGURES_BYTES)
-    header = parse_figures(content, total or file.size or _ASSUMED_BYTES)
+    header = parse_figures(content, total or file.size or _ASSUMED_FILE_BYTES)
     if "block_count" not in header.figures and len(content) >= FIGURES_BYTES:
         content, total = await read_start(opener, file, TABLE_BYTES)
-        header = parse_header(content, total or file.size or _ASSUMED_BYTES)
+        header = parse_header(content, total or file.size or _ASSUMED_FILE_BYTES)
     return header, total, content
 
 
 def _check_length(content: bytes, total: int, file: SourceFile, read: int) -> None:
     """Raise SourceError for an LFS pointer, for missing bytes, and if the source states another size."""
-    if content.startswith(_POINTER):
+    if content.startswith(_LFS_POINTER_START):
         raise SourceError(f"{file.path}: the source sends the pointer of a large file, not its content")
     if total and file.size and total != file.size:
         raise SourceError(f"{file.path}: the file has {total} bytes, but its source says {file.size}")
@@ -140,12 +140,14 @@ def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
 
 def trained_context(header: Header | None, config: Mapping[str, object] | None = None) -> int:
     """Return the context length in tokens that a model was trained for; 0 if unknown."""
-    value: object = header.figures.get(_CONTEXT_KEY, 0) if header is not None else 0
+    value: object = header.figures.get(_GGUF_CONTEXT_KEY, 0) if header is not None else 0
     if not value and config is not None:
         inner = config.get("text_config")
         sections = (config, inner if isinstance(inner, dict) else {})
-        value = next((section[key] for section in sections for key in _CONTEXT_KEYS if key in section), 0)
+        value = next(
+            (section[key] for section in sections for key in _CONFIG_CONTEXT_KEYS if key in section), 0
+        )
     return value if isinstance(value, int) and 0 < value < 2**31 else 0
 
 
-_CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "seq_length")
+_CONFIG_CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "seq_length")

@@ -17,18 +17,21 @@ MAX_TERM_LENGTH = 200
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 OLLAMA_REGISTRY = "registry.ollama.ai"
 _HUB_SCHEMES = ("huggingface://", "hf://")
-_NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
-_REVISION = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_REPOSITORY = re.compile(
-    rf"(?P<repo>{_NAME_PART}/{_NAME_PART})(?:@(?P<revision>{_REVISION}))?(?::(?P<quantization>[A-Za-z0-9._-]{{1,64}}))?"
+_NAME_PART_PATTERN = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_REVISION_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_REPOSITORY_PATTERN = re.compile(
+    rf"(?P<repo>{_NAME_PART_PATTERN}/{_NAME_PART_PATTERN})(?:@(?P<revision>{_REVISION_PATTERN}))?(?::(?P<quantization>[A-Za-z0-9._-]{{1,64}}))?"
     r"(?:/(?P<path>[^?#]+))?"
 )
-_OLLAMA = re.compile(
-    rf"(?:(?P<owner>{_NAME_PART})/)?(?P<name>{_NAME_PART})(?::(?P<tag>[\w][\w.-]{{0,127}}))?", re.ASCII
+_OLLAMA_NAME_PATTERN = re.compile(
+    rf"(?:(?P<owner>{_NAME_PART_PATTERN})/)?(?P<name>{_NAME_PART_PATTERN})(?::(?P<tag>[\w][\w.-]{{0,127}}))?",
+    re.ASCII,
 )
-_GALLERY_ENTRY = re.compile(r"(?P<gallery>[A-Za-z0-9][\w.-]{0,99})@(?P<name>[^\s@/\\][^\s@\\]{0,199})")
-_BUCKET = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<key>[^?#]{1,1024})")
-_COMMAND = re.compile(
+_GALLERY_ENTRY_PATTERN = re.compile(
+    r"(?P<gallery>[A-Za-z0-9][\w.-]{0,99})@(?P<name>[^\s@/\\][^\s@\\]{0,199})"
+)
+_S3_URL_PATTERN = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<key>[^?#]{1,1024})")
+_COMMAND_LINE_PATTERN = re.compile(
     r"(?:\$\s*)?(?:sudo\s+)?(?:"
     r"ollama\s+(?:run|pull|show)\s+(?P<ollama>\S+)"
     r"|(?:docker\s+model|lms)\s+(?:run|pull|get)\s+(?P<docker>\S+)"
@@ -37,8 +40,8 @@ _COMMAND = re.compile(
     r"|(?:llama-(?:server|cli)|llama\s+serve)\s.*?(?:-hf|-hfr|--hf-repo)[\s=]+(?P<llama>\S+).*"
     r")(?:\s.*)?"
 )
-_DEFINITION_KEYS = re.compile(r"(?m)^[\"']?(?:name|backend|parameters)[\"']?\s*:")
-_KINDS_OF_HUB = {
+_DEFINITION_KEY_PATTERN = re.compile(r"(?m)^[\"']?(?:name|backend|parameters)[\"']?\s*:")
+_HUB_PATH_KINDS = {
     "datasets": "a data set",
     "spaces": "a Space",
     "papers": "a paper",
@@ -127,13 +130,13 @@ def recognise(text: str, *, mirror: str = "") -> Reference:
     text = text.strip()
     if not text:
         raise _invalid_text("is required")
-    if "\n" in text or _DEFINITION_KEYS.match(text):
+    if "\n" in text or _DEFINITION_KEY_PATTERN.match(text):
         return _parse_definition(text)
     if len(text) > MAX_LINE_LENGTH:
         raise _invalid_text(f"has more than {MAX_LINE_LENGTH} characters on one line")
     if character := names.find_unprintable(text):
         raise _invalid_text(f"must not contain the character {character}")
-    if (command := _COMMAND.fullmatch(text)) is not None:
+    if (command := _COMMAND_LINE_PATTERN.fullmatch(text)) is not None:
         return _parse_command(command, mirror)
     return _parse_line(text.strip("\"'`<>"), mirror)
 
@@ -141,7 +144,7 @@ def recognise(text: str, *, mirror: str = "") -> Reference:
 def _parse_definition(text: str) -> DefinitionRef:
     if len(text.encode("utf-8", "replace")) > MAX_FILE_BYTES:
         raise _invalid_text(f"is longer than {MAX_FILE_BYTES} bytes")
-    if not _DEFINITION_KEYS.search(text):
+    if not _DEFINITION_KEY_PATTERN.search(text):
         raise _invalid_text("has several lines and is no definition: paste one name, address or definition")
     return DefinitionRef(text)
 
@@ -184,7 +187,7 @@ def _parse_line(text: str, mirror: str) -> Reference:
 
 
 def _parse_word(text: str) -> Reference:
-    if (entry := _GALLERY_ENTRY.fullmatch(text)) is not None:
+    if (entry := _GALLERY_ENTRY_PATTERN.fullmatch(text)) is not None:
         return GalleryRef(entry["gallery"], entry["name"])
     if "/" in text:
         return _parse_repository(text)
@@ -217,8 +220,8 @@ def _parse_url(url: str, mirror: str) -> Reference:
 def _parse_hub_path(path: str) -> HubRef:
     """Return the repository or file that the path of a hub page names."""
     parts = [unquote(part) for part in path.strip("/").split("/")]
-    if len(parts) > 1 and parts[0] in _KINDS_OF_HUB:
-        raise _invalid_text(f"is the address of {_KINDS_OF_HUB[parts[0]]}, not of a model")
+    if len(parts) > 1 and parts[0] in _HUB_PATH_KINDS:
+        raise _invalid_text(f"is the address of {_HUB_PATH_KINDS[parts[0]]}, not of a model")
     if parts[:1] == ["models"] and len(parts) > 2:
         parts = parts[1:]
     if len(parts) > 3 and parts[2] in ("blob", "resolve", "tree", "raw"):
@@ -233,7 +236,7 @@ def _parse_hub_path(path: str) -> HubRef:
 
 
 def _parse_repository(text: str) -> HubRef:
-    match = _REPOSITORY.fullmatch(text.strip("/"))
+    match = _REPOSITORY_PATTERN.fullmatch(text.strip("/"))
     if match is None or not {".", ".."}.isdisjoint(match["repo"].split("/")) or ".." in match["repo"]:
         raise _invalid_text(f"is not a repository such as owner/name: {names.to_single_line(text[:100])!r}")
     path = _check_path(match["path"]) if match["path"] else ""
@@ -241,7 +244,7 @@ def _parse_repository(text: str) -> HubRef:
 
 
 def _check_revision(text: str) -> str:
-    if not re.fullmatch(_REVISION, text):
+    if not re.fullmatch(_REVISION_PATTERN, text):
         raise _invalid_text(
             f"has a revision that is no commit, branch or tag: {names.to_single_line(text[:60])!r}"
         )
@@ -258,7 +261,7 @@ def _check_path(text: str) -> str:
 
 def _parse_ollama_name(text: str) -> ImageRef:
     """Return a model of Ollama's registry, or of the registry at the start of the name."""
-    match = _OLLAMA.fullmatch(text)
+    match = _OLLAMA_NAME_PATTERN.fullmatch(text)
     if match is not None:
         path, tag = f"{match['owner'] or 'library'}/{match['name']}".lower(), match["tag"] or "latest"
         reference = images.parse(f"oci://{OLLAMA_REGISTRY}/{path}:{tag}")
@@ -280,7 +283,7 @@ def _parse_image(text: str) -> ImageRef:
 
 
 def _parse_object(text: str) -> ObjectRef:
-    match = _BUCKET.fullmatch(text)
+    match = _S3_URL_PATTERN.fullmatch(text)
     if match is None or not {"", ".", ".."}.isdisjoint(match["key"].rstrip("/").split("/")):
         raise _invalid_text("is not an object such as s3://bucket/folder/model.gguf")
     return ObjectRef(match["bucket"], match["key"])

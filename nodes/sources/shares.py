@@ -49,7 +49,7 @@ def _read_or_refuse(settings: ClusterSettings, path: str) -> SharedVariants:
 def _read_variants(settings: ClusterSettings, path: str) -> SharedVariants:
     target, models = _resolve_below_root(settings, path), settings.models_path.resolve()
     base = target if target.is_dir() else target.parent
-    files = list(_list_files(base)) if target.is_dir() else [_file(base, target)]
+    files = list(_list_files(base)) if target.is_dir() else [_convert_file(base, target)]
     found = variants_of(files)
     if not found:
         raise _invalid_path(path, "has no file of a model")
@@ -91,7 +91,7 @@ def _list_files(base: Path) -> list[RepositoryFile]:
             if path.is_symlink() and not _is_within(path, base):
                 continue
             with suppress(FileNotFoundError):  # it may have gone since
-                found.append(_file(base, path))
+                found.append(_convert_file(base, path))
             if len(found) > MAX_FILES:
                 raise _invalid_path(str(base), f"has more than {MAX_FILES} files")
     return found
@@ -105,7 +105,7 @@ def _is_within(path: Path, base: Path) -> bool:
         return False
 
 
-def _file(base: Path, path: Path) -> RepositoryFile:
+def _convert_file(base: Path, path: Path) -> RepositoryFile:
     return RepositoryFile(path.relative_to(base).as_posix(), path.stat().st_size)
 
 

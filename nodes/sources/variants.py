@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 MAX_VARIANTS = 100
-_SHARD = re.compile(
+_SHARD_NAME_PATTERN = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<suffix>gguf|safetensors)", re.ASCII
 )
-_QUANTIZATION = re.compile(
+_QUANTIZATION_PATTERN = re.compile(
     r"(?:^|[-_./])(?P<name>(?:UD-)?(?:I?Q\d(?:_[0-9A-Z]{1,3})*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32|FP8))"
     r"(?=[-_./]|$)",
     re.IGNORECASE,
 )
-_PREFERRED = (
+_PREFERRED_QUANTIZATIONS = (
     *(
         "Q4_K_M",
         "UD-Q4_K_XL",
@@ -35,8 +35,8 @@ _PREFERRED = (
     *("Q5_K_S", "Q6_K", "Q4_1", "Q5_0", "Q8_0", "Q3_K_L", "Q3_K_M", "IQ3_M", "F16", "FP16", "BF16"),
 )
 """Quantizations in the order of preference; the first that fits is recommended."""
-_PROJECTORS = ("F16", "FP16", "BF16", "Q8_0", "F32", "FP32")
-_COMPANION_FILE = re.compile(
+_PREFERRED_PROJECTOR_TYPES = ("F16", "FP16", "BF16", "Q8_0", "F32", "FP32")
+_COMPANION_FILE_PATTERN = re.compile(
     r"(?:.*\.safetensors\.index\.json|(?:.+_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json"
     r"|vocab\.(?:json|txt)|merges\.txt|chat_template.*|(?:pre)?processor.*\.json|preprocessor_config\.json"
     r"|modules\.json|.*\.tiktoken|.*\.model|[0-9]_\w+/config\.json)",
@@ -87,7 +87,7 @@ def quantization_of(path: str) -> str:
     """Return the quantization in a file's name, or else in the name of its folder; "" without one."""
     name = PurePosixPath(path)
     for text in (name.name.rpartition(".")[0], str(name.parent)):
-        if found := list(_QUANTIZATION.finditer(text)):
+        if found := list(_QUANTIZATION_PATTERN.finditer(text)):
             return found[-1]["name"].upper()
     return ""
 
@@ -112,7 +112,11 @@ def select(variants: Sequence[Variant], wanted: str) -> Variant | None:
 
 def _preference(variant: Variant) -> int:
     quantization = variant.quantization
-    return _PREFERRED.index(quantization) if quantization in _PREFERRED else len(_PREFERRED)
+    return (
+        _PREFERRED_QUANTIZATIONS.index(quantization)
+        if quantization in _PREFERRED_QUANTIZATIONS
+        else len(_PREFERRED_QUANTIZATIONS)
+    )
 
 
 def _gguf_variants(files: Sequence[RepositoryFile]) -> list[Variant]:
@@ -141,7 +145,7 @@ def _complete_sets(files: Sequence[RepositoryFile]) -> list[list[RepositoryFile]
     sets: dict[str, dict[int, RepositoryFile]] = defaultdict(dict)
     counts: dict[str, int] = {}
     for file in files:
-        shard = _SHARD.fullmatch(file.path)
+        shard = _SHARD_NAME_PATTERN.fullmatch(file.path)
         key = f"{shard['stem']}-of-{shard['count']}" if shard else file.path
         sets[key][int(shard["number"]) if shard else 1] = file
         counts[key] = int(shard["count"]) if shard else 1
@@ -155,7 +159,7 @@ def _complete_sets(files: Sequence[RepositoryFile]) -> list[list[RepositoryFile]
 def _gguf_variant(parts: Sequence[RepositoryFile], projector: RepositoryFile | None) -> Variant:
     main, size = parts[0].path, sum(part.size for part in parts)
     files = (*parts, *([projector] if projector else []))
-    quantization = quantization_of(_SHARD.sub(r"\g<stem>.\g<suffix>", main))
+    quantization = quantization_of(_SHARD_NAME_PATTERN.sub(r"\g<stem>.\g<suffix>", main))
     return Variant(
         quantization or PurePosixPath(main).stem,
         "gguf",
@@ -183,7 +187,9 @@ def _assign_unique_ids(variants: Sequence[Variant]) -> list[Variant]:
 def _projector_rank(file: RepositoryFile) -> tuple[int, str]:
     """Return the sort key of a projector; the usual type comes first."""
     kind = quantization_of(file.path)
-    return _PROJECTORS.index(kind) if kind in _PROJECTORS else len(_PROJECTORS), file.path
+    return _PREFERRED_PROJECTOR_TYPES.index(kind) if kind in _PREFERRED_PROJECTOR_TYPES else len(
+        _PREFERRED_PROJECTOR_TYPES
+    ), file.path
 
 
 def _safetensors_variant(files: Sequence[RepositoryFile]) -> list[Variant]:
@@ -198,7 +204,7 @@ def _safetensors_variant(files: Sequence[RepositoryFile]) -> list[Variant]:
         return []
     if sum(map(len, _complete_sets(weights))) < len(weights):
         return []
-    beside = [file for file in files if _COMPANION_FILE.fullmatch(file.path)]
+    beside = [file for file in files if _COMPANION_FILE_PATTERN.fullmatch(file.path)]
     return [_folder_variant("safetensors", [*weights, *beside])]
 
 

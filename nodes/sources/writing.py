@@ -21,7 +21,7 @@ MAX_CONTEXT = 8192
 """Maximum context in tokens that an import sets; a model that was trained for less gets less."""
 LLAMA = "llama-cpp"
 _IMAGE_TASKS = ("text-to-image", "image-to-image")
-_BACKENDS = {
+_BACKEND_BY_TASK = {
     **dict.fromkeys(("feature-extraction", "sentence-similarity"), "sentencetransformers"),
     "text-ranking": "rerankers",
     **dict.fromkeys(_IMAGE_TASKS, "diffusers"),
@@ -67,7 +67,7 @@ def definition_of(
 
 
 def _of_folder(name: str, variant: Variant, folder: str, task: str) -> dict[str, Any]:
-    backend = "diffusers" if variant.format == "pipeline" else _BACKENDS.get(task, "vllm")
+    backend = "diffusers" if variant.format == "pipeline" else _BACKEND_BY_TASK.get(task, "vllm")
     settings = _base(name, backend, folder)
     case = USE_CASES.get(task, "image" if variant.format == "pipeline" else "chat")
     if case == "embeddings":

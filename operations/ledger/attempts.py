@@ -179,12 +179,12 @@ def update_payload(operation_id: UUID, fence: int, entries: Mapping[str, Any]) -
 
 
 _CLAIM_COLUMNS = [
-    *leases.COLUMNS, "status", "started_at", "updated_at",
+    *leases.LEASE_COLUMNS, "status", "started_at", "updated_at",
     "phase", "message", "progress", "current_bytes", "total_bytes",
     "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
 ]  # fmt: skip
 _RELEASE_COLUMNS = [
-    *leases.COLUMNS, "status", "next_attempt_at", "updated_at", "message", "phase",
+    *leases.LEASE_COLUMNS, "status", "next_attempt_at", "updated_at", "message", "phase",
 ]  # fmt: skip
 
 

@@ -5,15 +5,15 @@ from datetime import timedelta
 
 from localai_cluster.kit import clock, conf, leases
 from localai_cluster.kit.outage import skip_during_outage
-from localai_cluster.kit.periodic import Recurring
+from localai_cluster.kit.periodic import RecurringTask
 from localai_cluster.kit.transactions import Lock, try_lock
 from operations.ledger import attempts, retention
 
 SCHEDULES = [
-    Recurring(
+    RecurringTask(
         "operations: expired leases", "operations.reconcilers.tasks.reap_expired_leases", "* * * * * */5"
     ),
-    Recurring("operations: record", "operations.reconcilers.tasks.prune_record", "23 * * * * 0"),
+    RecurringTask("operations: record", "operations.reconcilers.tasks.prune_record", "23 * * * * 0"),
 ]
 
 

@@ -20,7 +20,7 @@ import httpx
 import psycopg
 
 from localai_cluster.kit import clock
-from localai_cluster.kit.failpoints import KILL_AT, KILL_MESSAGE_PREFIX, KILL_TEST
+from localai_cluster.kit.failpoints import KILL_AT_VARIABLE, KILL_MESSAGE_PREFIX, KILL_TEST_VARIABLE
 from localai_cluster.messaging.messages import InstalledBackend
 from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, Process
@@ -444,7 +444,9 @@ def _killed(sweep: Sweep, one: Round, name: str) -> None:
     one.first(sweep, name, None)
     if one.early:
         sweep.open_gate()
-    victim = _victim(sweep, one, {KILL_AT: one.point, KILL_TEST: str(sweep.gate), **dict(one.env)})
+    victim = _victim(
+        sweep, one, {KILL_AT_VARIABLE: one.point, KILL_TEST_VARIABLE: str(sweep.gate), **dict(one.env)}
+    )
     if not one.early:
         sweep.open_gate()
     try:

@@ -36,7 +36,7 @@ async def ask_all(controller: NatsBus, workers: list[SimulatedWorker], until: fl
                 subject = messages.subject("backend.list", worker.node_id)
                 inbox = messages.inbox(worker.node_id)
                 try:
-                    await ask(controller, subject, m.Nothing(), m.ListReply, 30, inbox=inbox)
+                    await ask(controller, subject, m.EmptyRequest(), m.ListReply, 30, inbox=inbox)
                 except BusError as error:
                     failures.append(f"{worker.name}: {error}")
                 asked += 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster.embedded.layout import MODEL_FILES, link_or_copy
+from localai_cluster.embedded.layout import MODEL_FILES_FOLDER, link_or_copy
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process
 
@@ -29,7 +29,7 @@ def chat(cluster: Cluster, web: Process) -> None:
 
 @pytest.mark.rule("T-FLW-6", "T-FLW-17", "worker-14", "R2.58")
 def test_a_second_worker_gets_the_file_and_serves_too(empty: Cluster) -> None:
-    link_or_copy(MODEL_FILES / FILE, empty.models / FILE)
+    link_or_copy(MODEL_FILES_FOLDER / FILE, empty.models / FILE)
     web, _ = empty.web(), empty.controller()
     workers = [empty.worker(name, web) for name in ("one", "two")]
     assert all(worker.alive for worker in workers)

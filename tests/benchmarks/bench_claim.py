@@ -101,7 +101,7 @@ def plans() -> None:
     print(due.explain(analyze=True))
     with connection.cursor() as cursor:
         values: dict[str, Any] = {"now": clock.now(), "limit": 16, "looked_at": intents._EXTRA_ROWS_READ + 64}
-        cursor.execute(f"EXPLAIN ANALYZE {intents._DUE}", values)
+        cursor.execute(f"EXPLAIN ANALYZE {intents._DUE_INTENTS_SQL}", values)
         print("\n".join(line for (line,) in cursor.fetchall()))
 
 

@@ -305,7 +305,11 @@ def measure(program: str) -> list[Measured]:
             found += memory(page, fleet)
         browser.close()
     first = build.first_page_bytes() / 1024
-    return [*waited, *found, Measured("first load, compressed", first, build.BUDGET / 1024, unit="kB")]
+    return [
+        *waited,
+        *found,
+        Measured("first load, compressed", first, build.MAX_FIRST_PAGE_BYTES / 1024, unit="kB"),
+    ]
 
 
 def main() -> int:

@@ -59,7 +59,7 @@ async def running(worker: Worker, bus: NatsBus) -> Worker:
     async def answers() -> bool:
         subject = messages.subject("backend.list", worker.control_plane.node_id)
         try:
-            return not (await ask(bus, subject, m.Nothing(), m.ListReply, 30)).error
+            return not (await ask(bus, subject, m.EmptyRequest(), m.ListReply, 30)).error
         except BusError:
             return False
 

@@ -87,7 +87,7 @@ async def revoke(server: EmbeddedNats, system: NatsBus, public_key: str) -> None
 
 async def listed(bus: NatsBus, node_id: str, timeout: float = 30) -> m.ListReply:
     subject = messages.subject("backend.list", node_id)
-    return await ask(bus, subject, m.Nothing(), m.ListReply, timeout, inbox=messages.inbox(node_id))
+    return await ask(bus, subject, m.EmptyRequest(), m.ListReply, timeout, inbox=messages.inbox(node_id))
 
 
 @pytest.mark.rule("T-JWT-3", "nats-9.1")
@@ -230,7 +230,7 @@ async def test_the_server_reports_whose_connection_has_ended(
 ) -> None:
     """Issue 22, item 7: a killed worker is probed at once, not when its heartbeat is late."""
     gone: list[str] = []
-    monkeypatch.setattr("localai_cluster.bus_access.operator", lambda: None)
+    monkeypatch.setattr("localai_cluster.bus_access.operator_key", lambda: None)
     revocations = Revocations(gone.append)
     advisories = f"$SYS.ACCOUNT.{server.keys.account.public_key}.DISCONNECT"
     await system.subscribe(advisories, revocations._receive_disconnect, limit=UNQUEUED)

@@ -56,9 +56,9 @@ async def test_ask_encodes_decodes_and_names_a_bad_reply(bus: NatsBus) -> None:
 
     await bus.subscribe("running", running)
     await bus.subscribe("broken", broken)
-    assert (await ask(bus, "running", m.Nothing(), m.RunningReply, 30)).instance == "{}"
+    assert (await ask(bus, "running", m.EmptyRequest(), m.RunningReply, 30)).instance == "{}"
     with pytest.raises(DecodeError):
-        await ask(bus, "broken", m.Nothing(), m.RunningReply, 2)
+        await ask(bus, "broken", m.EmptyRequest(), m.RunningReply, 2)
 
 
 @pytest.mark.rule("nats-1", "nats-10")

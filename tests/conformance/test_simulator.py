@@ -31,7 +31,7 @@ async def install(bus: NatsBus, worker: SimulatedWorker, timeout: float = 30, **
 
 
 async def listed(bus: NatsBus, worker: SimulatedWorker) -> m.ListReply:
-    return await ask(bus, messages.subject("backend.list", worker.node_id), m.Nothing(), m.ListReply, 30)
+    return await ask(bus, messages.subject("backend.list", worker.node_id), m.EmptyRequest(), m.ListReply, 30)
 
 
 def recorded(ending: str) -> list[tuple[Any, Any]]:
@@ -219,7 +219,9 @@ async def test_a_frozen_worker_neither_beats_nor_answers_until_it_thaws(
         waiting = asyncio.create_task(install(bus, worker, timeout=60))
         await eventually(lambda: worker.count("backend.install"), what="the message has arrived")
         with pytest.raises(RequestTimeout):
-            await ask(bus, messages.subject("backend.list", worker.node_id), m.Nothing(), m.ListReply, 0.5)
+            await ask(
+                bus, messages.subject("backend.list", worker.node_id), m.EmptyRequest(), m.ListReply, 0.5
+            )
         beats = len(registry.seen("/heartbeat"))
         assert not waiting.done()
         worker.thaw()
@@ -264,7 +266,7 @@ async def test_engines_are_listed_and_stopped(play: Play, bus: NatsBus) -> None:
         worker = simulated.workers[0]
         started = await install(bus, worker, install_only=False, model_id="m", replica_index=2)
         running = await ask(
-            bus, messages.subject("models.running", worker.node_id), m.Nothing(), m.RunningReply, 30
+            bus, messages.subject("models.running", worker.node_id), m.EmptyRequest(), m.RunningReply, 30
         )
         assert running.models == (m.RunningModel("m", 2, started.address),)
         wrong = m.StopModelRequest("m", "m#2", "127.0.0.1:1")

@@ -57,11 +57,13 @@ class Node:
         return await ask(self.bus, messages.subject("model.stop", self.id), request, m.StopModelReply, 60)
 
     async def list(self) -> m.ListReply:
-        return await ask(self.bus, messages.subject("backend.list", self.id), m.Nothing(), m.ListReply, 30)
+        return await ask(
+            self.bus, messages.subject("backend.list", self.id), m.EmptyRequest(), m.ListReply, 30
+        )
 
     async def running(self) -> set[str]:
         reply = await ask(
-            self.bus, messages.subject("models.running", self.id), m.Nothing(), m.RunningReply, 30
+            self.bus, messages.subject("models.running", self.id), m.EmptyRequest(), m.RunningReply, 30
         )
         return {m.process_key(model.model_id, model.replica_index) for model in reply.models}
 

@@ -164,7 +164,7 @@ async def test_every_subject_has_a_listener_and_no_other_node(
     """And that a broken body is answered in that subject's error shape."""
     node = control_plane.node_id
     assert (
-        await ask(bus, messages.subject("backend.list", node), m.Nothing(), m.ListReply, 30)
+        await ask(bus, messages.subject("backend.list", node), m.EmptyRequest(), m.ListReply, 30)
     ).backends == ()
     listed = await bus.request(messages.subject("models.running", node), b"", 5, inbox=INBOX)
     assert b'"models":[]' in listed
@@ -200,7 +200,7 @@ async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
     control_plane.heartbeat_status = 200
     await eventually(lambda: [c for c in control_plane.seen("/heartbeat") if "second" in c.path])
     assert (
-        await ask(bus, messages.subject("backend.list", "second"), m.Nothing(), m.ListReply, 30)
+        await ask(bus, messages.subject("backend.list", "second"), m.EmptyRequest(), m.ListReply, 30)
     ).error == ""
     again = control_plane.seen("/register")[1].body
     assert again["running_processes"] == [{"process_key": "m#0", "address": reply.address}]
@@ -211,7 +211,7 @@ async def test_every_process_has_an_id_of_its_own(
 ) -> None:
     """D-INSTANCE: one id for all calls of a process and its replies, another after a restart."""
     listed = await ask(
-        bus, messages.subject("backend.list", control_plane.node_id), m.Nothing(), m.ListReply, 30
+        bus, messages.subject("backend.list", control_plane.node_id), m.EmptyRequest(), m.ListReply, 30
     )
     await eventually(lambda: control_plane.seen("/heartbeat"))
     first = {call.headers["x-localai-node-instance"] for call in control_plane.calls}

@@ -32,7 +32,7 @@ async def status(worker: Worker, token: str) -> int:
 async def answers(worker: Worker, bus: NatsBus) -> bool:
     try:
         subject = messages.subject("backend.list", worker.control_plane.node_id)
-        await ask(bus, subject, m.Nothing(), m.ListReply, 5)
+        await ask(bus, subject, m.EmptyRequest(), m.ListReply, 5)
     except Exception:
         return False
     return True

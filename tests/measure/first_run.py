@@ -23,7 +23,7 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from examples.demo.client import Target, ask
-from localai_cluster.embedded.layout import EXAMPLES, ROOT
+from localai_cluster.embedded.layout import EXAMPLES_FOLDER, ROOT
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.run import is_ok
 from localai_cluster.embedded.server import last_line, wait_for
@@ -194,7 +194,7 @@ def tests() -> Measured:
 
 def measure(console: Console) -> list[Measured]:
     """All figures, in the order in which a new user meets them."""
-    request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
+    request = json.loads((EXAMPLES_FOLDER / "demo.json").read_text(encoding="utf-8"))["request"]
     found = []
     with fresh_tree() as tree, processes.ProcessReaper() as reaper:
         console.print("first run, including installation …")

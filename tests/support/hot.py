@@ -117,7 +117,7 @@ async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[Counted
     hints, prefixes = WakeUps(), prefixes or alone()
     clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(hints)
     async with picker(prefixes) as made:
-        database_pool._shared = made.pool
+        database_pool._shared_pool = made.pool
         listener = asyncio.create_task(gateway._listen_for_notifications(hints, prefixes))
         heartbeat = ProcessHeartbeat(made, 15)
         gateway._running_resources = gateway._GatewayResources(
@@ -126,7 +126,7 @@ async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[Counted
         try:
             yield made
         finally:
-            gateway._running_resources = database_pool._shared = None
+            gateway._running_resources = database_pool._shared_pool = None
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
             await loads.close()

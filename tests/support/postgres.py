@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from django.db import connection
 
-from localai_cluster.embedded.bundled_servers import DATABASE, EmbeddedPostgres
+from localai_cluster.embedded.bundled_servers import DATABASE_NAME, EmbeddedPostgres
 from tests.support.environment import RUN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,8 +60,8 @@ def _migrate(folder: Path) -> None:
         environment = {**os.environ, "DATABASE_URL": server.url, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "manage.py", "migrate", "--verbosity", "0"]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
-        with psycopg.connect(server.url.replace(f"/{DATABASE}?", "/postgres?"), autocommit=True) as link:
-            link.execute(f"CREATE DATABASE test_{DATABASE} TEMPLATE {DATABASE}")
+        with psycopg.connect(server.url.replace(f"/{DATABASE_NAME}?", "/postgres?"), autocommit=True) as link:
+            link.execute(f"CREATE DATABASE test_{DATABASE_NAME} TEMPLATE {DATABASE_NAME}")
 
 
 class _Bare(FastPostgres):

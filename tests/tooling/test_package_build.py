@@ -24,7 +24,7 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return [wheel]
 
     monkeypatch.setattr(build, "ROOT", tmp_path)
-    monkeypatch.setattr(build, "WHEELS", tmp_path / "dist")
+    monkeypatch.setattr(build, "WHEEL_FOLDER", tmp_path / "dist")
     monkeypatch.setattr(build, "_build_with_pip", built)
     return made
 

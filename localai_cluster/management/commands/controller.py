@@ -196,7 +196,7 @@ async def run(stop: asyncio.Event) -> None:
     """Run until `stop` is set or a loop ends; release all leases before returning."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-    bus = NatsBus(bus_access.service("controller"), name="controller")
+    bus = NatsBus(bus_access.service_servers("controller"), name="controller")
     bus.start()
     parts = _parts(owner, bus)
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
@@ -274,9 +274,9 @@ class Ticker(PeriodicTask):
 
     async def _tick(self) -> None:
         if not self._declared:
-            await in_thread(periodic.ensure, [*tasks.SCHEDULES, *ledger_schedules.SCHEDULES])
+            await in_thread(periodic.ensure_schedules, [*tasks.SCHEDULES, *ledger_schedules.SCHEDULES])
             self._declared = True
-        await in_thread(periodic.tick)
+        await in_thread(periodic.enqueue_due_schedules)
 
 
 class Heartbeat(PeriodicTask):

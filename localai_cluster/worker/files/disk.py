@@ -29,10 +29,10 @@ from localai_cluster.kit.files import sync_folder
 from localai_cluster.worker.cancellation import wait_for_thread
 from localai_cluster.worker.exchange import Refusal, is_digest
 from localai_cluster.worker.files.keys import HASH_SUFFIX, TARGET_SUFFIX
-from localai_cluster.worker.source_files import HEADROOM, hash_of
+from localai_cluster.worker.source_files import HEADROOM_BYTES, hash_of
 
 T = TypeVar("T")
-WRITERS, HASHERS = 8, 2
+WRITER_THREADS, HASH_THREADS = 8, 2
 
 
 class Threads:
@@ -41,23 +41,23 @@ class Threads:
     def __init__(self) -> None:
         self.stopped = threading.Event()
         """Ends running hashes at their next piece."""
-        self._disk = ThreadPoolExecutor(WRITERS, "files")
-        self._hashes = ThreadPoolExecutor(HASHERS, "hashes")
+        self._disk = ThreadPoolExecutor(WRITER_THREADS, "files")
+        self._hashes = ThreadPoolExecutor(HASH_THREADS, "hashes")
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a short function. Even if cancelled, return only after the thread has ended."""
-        return await wait_for_thread(_in_pool(self._disk, function, *arguments))
+        return await wait_for_thread(_run_in_pool(self._disk, function, *arguments))
 
     async def hash(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that reads a complete file; see `run`."""
-        return await wait_for_thread(_in_pool(self._hashes, function, *arguments))
+        return await wait_for_thread(_run_in_pool(self._hashes, function, *arguments))
 
 
-def _in_pool(pool: Executor, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
+def _run_in_pool(pool: Executor, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
     return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
-SYNC_EVERY = 256 * 1024 * 1024
+SYNC_EVERY_BYTES = 256 * 1024 * 1024
 """Bytes of an upload between two syncs to disk, so that the last sync is short."""
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,7 +65,7 @@ _APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O
 
 
 @dataclass(frozen=True)
-class State:
+class FileState:
     """The state of a file; `size` is 0 if the file does not exist.
 
     `target` and `digest` are "" without a valid side file.
@@ -79,45 +79,45 @@ class State:
     """Hash of the current content."""
 
     @property
-    def unknown(self) -> bool:
+    def has_unknown_hash(self) -> bool:
         """True if the file must be read to determine its hash."""
         return self.exists and not (self.target or self.digest)
 
 
-def read_state(path: Path) -> State:
+def read_state(path: Path) -> FileState:
     """Return the state of a file at a path without links. Raise Refusal 400 if it is not a regular file."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        return State()
+        return FileState()
     if not stat.S_ISREG(status.st_mode):
         problem = "is a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
         raise Refusal(400, problem)
-    target, _ = _read_side(path, TARGET_SUFFIX)
-    digest, written_at = _read_side(path, HASH_SUFFIX)
+    target, _ = _read_side_file(path, TARGET_SUFFIX)
+    digest, written_at = _read_side_file(path, HASH_SUFFIX)
     is_current = written_at >= max(status.st_mtime_ns, status.st_ctime_ns)
-    return State(True, status.st_size, target, digest if is_current else "")
+    return FileState(True, status.st_size, target, digest if is_current else "")
 
 
-def _read_side(path: Path, ending: str) -> tuple[str, int]:
+def _read_side_file(path: Path, ending: str) -> tuple[str, int]:
     """Return the hash in a side file and the time of its last write.
 
     Return ("", -1) if the side file is missing or invalid.
     """
     try:
-        with untrusted.open_file(_side(path, ending), follow_links=False) as file:
+        with untrusted.open_file(_side_file_path(path, ending), follow_links=False) as file:
             text = file.read(80).decode("latin-1").strip().lower()
             return (text, os.fstat(file.fileno()).st_mtime_ns) if is_digest(text) else ("", -1)
     except OSError:
         return "", -1
 
 
-def _side(path: Path, ending: str) -> Path:
+def _side_file_path(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-def _write_side(path: Path, ending: str, digest: str) -> None:
-    side = _side(path, ending)
+def _write_side_file(path: Path, ending: str, digest: str) -> None:
+    side = _side_file_path(path, ending)
     side.unlink(missing_ok=True)
     with os.fdopen(os.open(side, _CREATE_FLAGS, FILE_MODE), "w") as file:
         file.write(digest)
@@ -127,7 +127,7 @@ def _write_side(path: Path, ending: str, digest: str) -> None:
 
 def remove(path: Path) -> None:
     """Remove the file and its side files, but not the folder."""
-    for file in (_side(path, HASH_SUFFIX), _side(path, TARGET_SUFFIX), path):
+    for file in (_side_file_path(path, HASH_SUFFIX), _side_file_path(path, TARGET_SUFFIX), path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             file.unlink()
     sync_folder(path.parent)
@@ -146,7 +146,7 @@ def prepare_folder(path: Path, needed: int, freed_bytes: int = 0) -> None:
     if not folder.is_dir():
         raise Refusal(400, f"invalid key: {folder.name} is a file")
     free = shutil.disk_usage(folder).free + freed_bytes
-    if needed + HEADROOM > free:
+    if needed + HEADROOM_BYTES > free:
         raise Refusal(507, f"not enough disk space: {needed} bytes do not fit in {folder} ({free} free)")
     for parent in reversed(missing):
         parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -155,10 +155,10 @@ def prepare_folder(path: Path, needed: int, freed_bytes: int = 0) -> None:
 
 def record_hash(path: Path, digest: str) -> None:
     """Record the hash of a complete file whose bytes are on disk."""
-    _write_side(path, HASH_SUFFIX, digest)
+    _write_side_file(path, HASH_SUFFIX, digest)
     sync_folder(path.parent)
     # Last: as long as this file exists, the upload counts as unfinished.
-    _side(path, TARGET_SUFFIX).unlink(missing_ok=True)
+    _side_file_path(path, TARGET_SUFFIX).unlink(missing_ok=True)
 
 
 def move_complete_file(source: Path, path: Path, digest: str) -> None:
@@ -166,7 +166,7 @@ def move_complete_file(source: Path, path: Path, digest: str) -> None:
     source.chmod(FILE_MODE)
     sync(source)
     for ending in (HASH_SUFFIX, TARGET_SUFFIX):
-        _side(path, ending).unlink(missing_ok=True)
+        _side_file_path(path, ending).unlink(missing_ok=True)
     os.replace(source, path)
     failpoints.passed("worker.fetch:moved")
     record_hash(path, digest)
@@ -185,7 +185,7 @@ def cached_hash(path: Path, stopped: threading.Event) -> str:
     new = path.lstat()
     if all(getattr(old, field) == getattr(new, field) for field in ("st_ino", "st_size", "st_ctime_ns")):
         with contextlib.suppress(OSError):  # a read-only folder has no side files
-            _write_side(path, HASH_SUFFIX, digest)
+            _write_side_file(path, HASH_SUFFIX, digest)
     return digest
 
 
@@ -202,11 +202,11 @@ class PartialUpload:
         if size == 0:
             remove(path)
         else:
-            _side(path, HASH_SUFFIX).unlink(missing_ok=True)
+            _side_file_path(path, HASH_SUFFIX).unlink(missing_ok=True)
         self._file = io.FileIO(os.open(path, _APPEND_FLAGS if size else _CREATE_FLAGS, FILE_MODE), "wb")
         try:
             if target and not (size and known == target):
-                _write_side(path, TARGET_SUFFIX, target)
+                _write_side_file(path, TARGET_SUFFIX, target)
                 sync_folder(path.parent)
         except OSError:
             self._file.close()
@@ -223,7 +223,7 @@ class PartialUpload:
                 self._hash.update(remaining[:written])
             self.size += written
             remaining = remaining[written:]
-        if self.size - self._synced >= SYNC_EVERY:
+        if self.size - self._synced >= SYNC_EVERY_BYTES:
             self.sync()
 
     def sync(self) -> None:

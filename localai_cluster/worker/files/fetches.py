@@ -30,7 +30,7 @@ from localai_cluster.kit.outbound import Outbound, SourceError, SourceUnreachabl
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.download import (
-    MAX_BYTES,
+    MAX_ARCHIVE_BYTES,
     Archive,
     DownloadFailed,
     Downloads,
@@ -47,11 +47,11 @@ from localai_cluster.worker.source_files import BadSource, Stopped
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_LENGTH = 16 * 1024
-REPORT_EVERY = 1.0
+PROGRESS_LINE_SECONDS = 1.0
 """Seconds between two lines of progress."""
-SEND_LIMIT = 60.0
+SEND_TIMEOUT = 60.0
 """Seconds within which the client must accept a line."""
-_HUB = re.compile(r"hf://([\w.-]+/[\w.-]+)@([\w.-]+)/([^?#]+)", re.ASCII)
+_HUB_URL_PATTERN = re.compile(r"hf://([\w.-]+/[\w.-]+)@([\w.-]+)/([^?#]+)", re.ASCII)
 
 
 def outbound_of(config: Config) -> Outbound:
@@ -66,7 +66,7 @@ def outbound_of(config: Config) -> Outbound:
     return Outbound(hosts, credentials, verify=config.registry_ca)
 
 
-class _Body(msgspec.Struct):
+class _RequestBody(msgspec.Struct):
     url: str
     size: int
     sha256: str
@@ -100,19 +100,19 @@ class Fetches:
         """Handle one request. Raise Refusal for an invalid request, before the response has begun."""
         if key.folder != folders.models:
             raise Refusal(400, "invalid key: only files of models are fetched")
-        fetch = await self._request(key, exchange)
+        fetch = await self._parse_request(key, exchange)
         await threads.run(disk.read_state, key.real)  # refuses what is no file before the answer has begun
         await exchange.start(200, {"content-type": "application/x-ndjson"})
-        running = asyncio.create_task(self._run(fetch, threads, locks), name="fetch of a model's file")
+        running = asyncio.create_task(self._run_fetch(fetch, threads, locks), name="fetch of a model's file")
         disconnect = asyncio.create_task(exchange.wait_disconnected())
         try:
             while not (running.done() or disconnect.done()):
-                await _send(exchange, {"bytes": fetch.position, "total": fetch.size})
+                await _send_line(exchange, {"bytes": fetch.position, "total": fetch.size})
                 await asyncio.wait(
-                    {running, disconnect}, timeout=REPORT_EVERY, return_when=asyncio.FIRST_COMPLETED
+                    {running, disconnect}, timeout=PROGRESS_LINE_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
             if not disconnect.done():
-                await _send(exchange, running.result())
+                await _send_line(exchange, running.result())
                 await exchange.send(b"", more=False)
         except TimeoutError:
             log.info("fetch of %s: the client reads no more", key.local)
@@ -120,7 +120,7 @@ class Fetches:
             fetch.halt.set()
             await cancellation.end(running, disconnect)
 
-    async def _request(self, key: ResolvedKey, exchange: Exchange) -> _Fetch:
+    async def _parse_request(self, key: ResolvedKey, exchange: Exchange) -> _Fetch:
         length = exchange.length
         if length is None or not exchange.header(b"content-length"):
             raise Refusal(411, "Content-Length is required")
@@ -132,19 +132,19 @@ class Fetches:
         if problem := untrusted.json_problem(text):
             raise Refusal(400, f"the body is {problem}")
         try:
-            body = msgspec.json.decode(text, type=_Body)
+            body = msgspec.json.decode(text, type=_RequestBody)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refusal(400, f"the body cannot be used: {error}") from None
         if not is_digest(body.sha256):
             raise Refusal(400, "sha256: 64 hex digits in lower case are needed")
-        if not 1 <= body.size <= MAX_BYTES:
-            raise Refusal(400, f"size: 1 to {MAX_BYTES} bytes are fetched")
-        return _Fetch(key, body.url, self._address(body.url), body.size, body.sha256)
+        if not 1 <= body.size <= MAX_ARCHIVE_BYTES:
+            raise Refusal(400, f"size: 1 to {MAX_ARCHIVE_BYTES} bytes are fetched")
+        return _Fetch(key, body.url, self._resolve_url(body.url), body.size, body.sha256)
 
-    def _address(self, url: str) -> str:
+    def _resolve_url(self, url: str) -> str:
         """Return the web address of the file. Raise Refusal."""
         address = url
-        if match := _HUB.fullmatch(url):
+        if match := _HUB_URL_PATTERN.fullmatch(url):
             repository, commit, path = match.groups()
             address = f"{self._hub}/{repository}/resolve/{commit}/{quote(path)}"
         try:
@@ -153,12 +153,12 @@ class Fetches:
             raise Refusal(400, f"url: {error.message}") from None
         return address
 
-    async def _run(self, fetch: _Fetch, threads: Threads, locks: PathLocks) -> dict[str, object]:
+    async def _run_fetch(self, fetch: _Fetch, threads: Threads, locks: PathLocks) -> dict[str, object]:
         """Download the file unless it is already complete; return the last line of the response."""
         path = fetch.key.real
         try:
             async with locks.upload(path):
-                if not await _is_there(fetch, threads):
+                if not await _has_complete_file(fetch, threads):
                     await threads.run(disk.prepare_folder, path, 0)
                     await self._download(fetch, threads)
         except Refusal as refusal:
@@ -210,7 +210,7 @@ def partial_of(key: ResolvedKey, sha256: str) -> Path:
     return partial_path(key.folder, str(key.real), "", sha256)
 
 
-async def _is_there(fetch: _Fetch, threads: Threads) -> bool:
+async def _has_complete_file(fetch: _Fetch, threads: Threads) -> bool:
     """Return True if the file is complete and has the hash."""
     path = fetch.key.real
     state = await threads.run(disk.read_state, path)
@@ -220,6 +220,6 @@ async def _is_there(fetch: _Fetch, threads: Threads) -> bool:
     return digest == fetch.sha256
 
 
-async def _send(exchange: Exchange, line: Mapping[str, object]) -> None:
-    async with asyncio.timeout(SEND_LIMIT):
+async def _send_line(exchange: Exchange, line: Mapping[str, object]) -> None:
+    async with asyncio.timeout(SEND_TIMEOUT):
         await exchange.send(json.dumps(line).encode() + b"\n", more=True)

@@ -22,8 +22,8 @@ from localai_cluster.worker.exchange import Refusal
 HASH_SUFFIX, TARGET_SUFFIX = ".sha256", ".sha256.target"
 MAX_NAME_LENGTH = 255 - len(TARGET_SUFFIX)
 """Maximum bytes of a file name: the names of its side files must fit as well."""
-EPHEMERAL = "ephemeral"
-_HIDDEN = (b"%2f", b"%5c", b"%00")
+EPHEMERAL_FOLDER = "ephemeral"
+_REFUSED_ENCODINGS = (b"%2f", b"%5c", b"%00")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def decode_key(raw: bytes) -> str:
     """Decode the key in a URL path. Raise Refusal 400 for an encoding that proxies read differently."""
     if not raw:
         raise Refusal(400, "key is required")
-    if any(code in raw.lower() for code in _HIDDEN):
+    if any(code in raw.lower() for code in _REFUSED_ENCODINGS):
         raise Refusal(400, "invalid key: an encoded slash or NUL")
     try:
         return unquote_to_bytes(raw).decode("utf-8")
@@ -88,7 +88,7 @@ def decode_key(raw: bytes) -> str:
 def resolve_key(folders: Folders, key: str) -> ResolvedKey:
     """Resolve a key. Raise Refusal 400 for a forbidden path or if the served folder does not exist."""
     parts = key.split("/")
-    _check(parts)
+    _refuse_forbidden_parts(parts)
     folder, path_parts = folders.of(parts)
     if not path_parts:
         raise Refusal(400, "invalid key: a folder itself")
@@ -101,7 +101,7 @@ def resolve_key(folders: Folders, key: str) -> ResolvedKey:
         raise Refusal(400, f"invalid key: {error.strerror}") from error
     if not folders.holds(folder, real):
         raise Refusal(400, "invalid key: outside the folder")
-    _check(real.relative_to(folder.resolve()).parts)  # a link may name a side file
+    _refuse_forbidden_parts(real.relative_to(folder.resolve()).parts)  # a link may name a side file
     return ResolvedKey(local, real, folder)
 
 
@@ -110,7 +110,7 @@ def is_side_file(name: str) -> bool:
     return name.lower().endswith((HASH_SUFFIX, TARGET_SUFFIX))
 
 
-def _check(parts: Sequence[str]) -> None:
+def _refuse_forbidden_parts(parts: Sequence[str]) -> None:
     for part in parts:
         if part in ("", ".", ".."):
             raise Refusal(400, "invalid key: an empty part, or one of dots")
@@ -122,20 +122,20 @@ def _check(parts: Sequence[str]) -> None:
             raise Refusal(400, "invalid key: a side file")
 
 
-STAGED_FILE_AGE = timedelta(days=1)
-REMOVAL_INTERVAL = 3600.0
+STAGED_FILE_MAX_AGE = timedelta(days=1)
+REMOVAL_INTERVAL_SECONDS = 3600.0
 TEMPORARY_PREFIX, TEMPORARY_SUFFIX = "localai-output-", ".tmp"
 
 
 def remove_old_staged_files(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> int:
-    """Remove files and empty folders unchanged for `STAGED_FILE_AGE`; return the number of removed files.
+    """Remove files and empty folders unchanged for `STAGED_FILE_MAX_AGE`; return the number of removed files.
 
     Only the file server's own files are removed, `ephemeral/…` and temporary output files: a folder called
     `staging` beside the models may hold files of other programs. A file that is being uploaded stays. A
     folder whose last file is removed stays for another day.
     """
-    cutoff, removed, staging = (now - STAGED_FILE_AGE).timestamp(), 0, staging.resolve()
-    for path in _candidates(staging):
+    cutoff, removed, staging = (now - STAGED_FILE_MAX_AGE).timestamp(), 0, staging.resolve()
+    for path in _iterate_own_files(staging):
         with contextlib.suppress(OSError):  # in use, not permitted, or already removed: the next pass retries
             status = path.lstat()
             if max(status.st_mtime, status.st_ctime) >= cutoff or uploading(path):
@@ -148,9 +148,9 @@ def remove_old_staged_files(staging: Path, now: datetime, uploading: Callable[[P
     return removed
 
 
-def _candidates(staging: Path) -> Iterator[Path]:
+def _iterate_own_files(staging: Path) -> Iterator[Path]:
     """Yield files, and folders after the files that they contain; do not follow links."""
-    ephemeral = staging / EPHEMERAL
+    ephemeral = staging / EPHEMERAL_FOLDER
     if not ephemeral.is_symlink():
         for folder, names, files in os.walk(ephemeral, topdown=False):
             yield from (Path(folder, name) for name in (*files, *names))

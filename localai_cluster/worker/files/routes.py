@@ -29,7 +29,7 @@ from localai_cluster.worker.exchange import (
     validate_digest,
 )
 from localai_cluster.worker.files import disk, keys
-from localai_cluster.worker.files.disk import PartialUpload, State, Threads
+from localai_cluster.worker.files.disk import FileState, PartialUpload, Threads
 from localai_cluster.worker.files.fetches import Fetches, partial_of
 from localai_cluster.worker.files.keys import Folders, ResolvedKey, decode_key, is_side_file, resolve_key
 from localai_cluster.worker.files.locks import PathLocks
@@ -37,16 +37,16 @@ from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
 
-FILES, LISTS, FETCHES = b"/v1/files/", b"/v1/files-list/", b"/v1/files-fetch/"
-CAN_FETCH = {"x-file-fetch": "1"}
+FILES_PATH, LISTS_PATH, FETCHES_PATH = b"/v1/files/", b"/v1/files-list/", b"/v1/files-fetch/"
+CAN_FETCH_HEADER = {"x-file-fetch": "1"}
 """Response header to HEAD: this worker has the route of `fetches.py`, which stock workers lack."""
-MAX_LISTED = 100_000
+MAX_LISTED_FILES = 100_000
 PIECE_BYTES = 256 * 1024
 """Bytes of one piece that is read and sent."""
-SEND_LIMIT = 60.0
+SEND_TIMEOUT = 60.0
 """Seconds within which a client must accept a piece of a download."""
 MAX_BODY_BYTES = 50 * 1024**3
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Upload:
     target: str
 
 
-def upload(exchange: Exchange, key: ResolvedKey) -> Upload:
+def parse_upload(exchange: Exchange, key: ResolvedKey) -> Upload:
     """Return the upload that the headers describe. Raise Refusal."""
     length = exchange.length
     if length is None or not exchange.header(b"content-length"):
@@ -93,15 +93,15 @@ class Uploads:
         await run(disk.prepare_folder, path, request.length, state.size)
         writing, complete = await run(PartialUpload, path, 0, ""), False
         try:
-            if await self._append(writing, request.length, exchange) < request.length:
+            if await self._append_body(writing, request.length, exchange) < request.length:
                 raise Refusal(400, f"short body: got {writing.size} expected {request.length}")
-            await self._finish(request, writing)
+            await self._verify_and_record(request, writing)
             complete = True
         finally:
             await run(writing.close)
             if not complete:
                 await run(disk.remove, path)
-        return _success(request.key)
+        return _success_answer(request.key)
 
     async def _receive_part(
         self, request: Upload, part: Part, exchange: Exchange, was_queued: bool
@@ -111,8 +111,8 @@ class Uploads:
         reclaimed = 0
         if part.start == 0 and state.size:
             if await self._recover_complete(request, part, state):
-                return _success(request.key)
-            if not _continues(request, part, state):
+                return _success_answer(request.key)
+            if not _continues_content(request, part, state):
                 reclaimed, state = state.size, _discard_state(was_queued, part, state)
         elif part.start and request.target and state.target not in ("", request.target):
             _discard_state(was_queued, part, state)
@@ -120,7 +120,7 @@ class Uploads:
             reason = f"(was {state.target}, now {request.target}); restart from byte 0"
             raise Refusal(409, f"X-Content-SHA256 mismatch with in-progress upload {reason}")
         if part.start != state.size:
-            raise _wrong_offset(part, state)
+            raise _wrong_offset_refusal(part, state)
         await run(disk.prepare_folder, path, part.total - state.size, reclaimed)
         writing = await run(lambda: PartialUpload(path, state.size, request.target, known=state.target))
         try:
@@ -131,17 +131,17 @@ class Uploads:
     async def _append_part(
         self, request: Upload, part: Part, writing: PartialUpload, exchange: Exchange
     ) -> Answer:
-        received = await self._append(writing, part.length, exchange)
+        received = await self._append_body(writing, part.length, exchange)
         if received < part.length:
             raise Refusal(400, f"short body: got {received} expected {part.length}")
         if writing.size < part.total:
             await self._threads.run(writing.sync)
             headers = {"range": f"bytes=0-{writing.size - 1}", "x-file-size": str(writing.size)}
             return Answer(308, headers=headers)
-        await self._finish(request, writing)
-        return _success(request.key)
+        await self._verify_and_record(request, writing)
+        return _success_answer(request.key)
 
-    async def _recover_complete(self, request: Upload, part: Part, state: State) -> bool:
+    async def _recover_complete(self, request: Upload, part: Part, state: FileState) -> bool:
         """Record the hash of an upload that is complete, but whose hash was not recorded.
 
         This happens if the worker was killed in between. Return False if this is not such an upload.
@@ -155,7 +155,7 @@ class Uploads:
         await self._threads.run(disk.record_hash, path, request.target)
         return True
 
-    async def _append(self, writing: PartialUpload, limit: int, exchange: Exchange) -> int:
+    async def _append_body(self, writing: PartialUpload, limit: int, exchange: Exchange) -> int:
         """Write at most `limit` bytes of the body; return the number of bytes received."""
         received = 0
         while received < limit and (piece := await exchange.piece()):
@@ -164,7 +164,7 @@ class Uploads:
             received += len(piece)
         return received
 
-    async def _finish(self, request: Upload, writing: PartialUpload) -> None:
+    async def _verify_and_record(self, request: Upload, writing: PartialUpload) -> None:
         """Record the hash of a complete file. Raise Refusal 400 and remove the file if the hash is wrong."""
         path, run = request.key.real, self._threads.run
         await run(writing.sync)
@@ -176,8 +176,8 @@ class Uploads:
         log.info("received %s bytes=%d", request.key.local, writing.size)
 
 
-def _continues(request: Upload, part: Part, state: State) -> bool:
-    """Return True if the current content is a beginning of the requested file, or that file.
+def _continues_content(request: Upload, part: Part, state: FileState) -> bool:
+    """Return True if the current content is the beginning of the uploaded file, or all of it.
 
     The result is False for unfinished content of the full length, because its hash was wrong.
     """
@@ -186,34 +186,34 @@ def _continues(request: Upload, part: Part, state: State) -> bool:
     return state.size < part.total if state.target == request.target else _has_digest(request, state)
 
 
-def _has_digest(request: Upload, state: State) -> bool:
+def _has_digest(request: Upload, state: FileState) -> bool:
     return not state.target and state.digest == request.target
 
 
-def _discard_state(was_queued: bool, part: Part, state: State) -> State:
+def _discard_state(was_queued: bool, part: Part, state: FileState) -> FileState:
     """Return the empty state, because the upload replaces the file.
 
     Raise Refusal 416 if this upload has waited for another one.
     """
     if was_queued:
-        raise _wrong_offset(part, state)
-    return State()
+        raise _wrong_offset_refusal(part, state)
+    return FileState()
 
 
-def _wrong_offset(part: Part, state: State) -> Refusal:
+def _wrong_offset_refusal(part: Part, state: FileState) -> Refusal:
     headers = {"content-range": f"bytes */{part.total}", "x-file-size": str(state.size)}
     text = f"Content-Range start {part.start} does not match current file size {state.size}"
     return Refusal(416, text, headers)
 
 
-def _success(key: ResolvedKey) -> Answer:
+def _success_answer(key: ResolvedKey) -> Answer:
     return Answer(200, json.dumps({"local_path": str(key.local)}), "application/json")
 
 
 def translate_disk_error(error: OSError) -> Refusal:
     """Return the Refusal for an error of the disk."""
     reason = error.strerror or str(error)
-    if error.errno in _FULL:
+    if error.errno in _DISK_FULL_ERRNOS:
         return Refusal(507, f"not enough disk space: {reason}; what was received of a part is kept")
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
         return Refusal(400, f"invalid key: {reason}")
@@ -234,7 +234,7 @@ class FileServer:
     async def running(self) -> AsyncIterator[None]:
         """Create the folders; remove old files of single requests at once and then every hour."""
         await self._threads.run(self._create_folders)
-        cleaning_up = asyncio.create_task(self._clean(), name="staged files")
+        cleaning_up = asyncio.create_task(self._clean_hourly(), name="staged files")
         try:
             yield
         finally:
@@ -248,7 +248,7 @@ class FileServer:
             except OSError as error:
                 log.warning("cannot make %s, so keys that lead there are refused: %s", folder, error)
 
-    async def _clean(self) -> None:
+    async def _clean_hourly(self) -> None:
         while True:
             staging = self._folders.staging
             try:
@@ -261,14 +261,14 @@ class FileServer:
                 log.exception(
                     "cannot remove files of former requests from %s, trying again in %.0f s",
                     staging,
-                    keys.REMOVAL_INTERVAL,
+                    keys.REMOVAL_INTERVAL_SECONDS,
                 )
-            await asyncio.sleep(keys.REMOVAL_INTERVAL)
+            await asyncio.sleep(keys.REMOVAL_INTERVAL_SECONDS)
 
     @staticmethod
     def serves(raw_path: bytes) -> bool:
         """Return True if the path belongs to these routes."""
-        return raw_path.startswith((FILES, LISTS, FETCHES))
+        return raw_path.startswith((FILES_PATH, LISTS_PATH, FETCHES_PATH))
 
     async def __call__(self, exchange: Exchange, authorized: bool) -> None:
         """Handle one request."""
@@ -293,55 +293,55 @@ class FileServer:
     async def _answer(self, exchange: Exchange) -> Answer | None:
         """Handle one request; return the response, None if it was already sent."""
         method, path = exchange.method, exchange.raw_path
-        if path.startswith(LISTS):
+        if path.startswith(LISTS_PATH):
             if method != "GET":
                 raise Refusal(405, "method not allowed")
-            return await self._list(await self._locate(path.removeprefix(LISTS)))
-        if path.startswith(FETCHES):
+            return await self._answer_list(await self._resolve_key(path.removeprefix(LISTS_PATH)))
+        if path.startswith(FETCHES_PATH):
             if method != "POST":
                 raise Refusal(405, "method not allowed")
-            key = await self._locate(path.removeprefix(FETCHES))
+            key = await self._resolve_key(path.removeprefix(FETCHES_PATH))
             await self._fetches.receive(key, self._folders, exchange, self._threads, self._locks)
             return None
         if method == "POST":
-            return await self._temporary(path.removeprefix(FILES))
+            return await self._answer_temporary(path.removeprefix(FILES_PATH))
         if method not in ("HEAD", "GET", "PUT"):
             raise Refusal(405, "method not allowed")
-        key = await self._locate(path.removeprefix(FILES))
+        key = await self._resolve_key(path.removeprefix(FILES_PATH))
         if method == "PUT":
-            return await self._uploads.receive(upload(exchange, key), exchange)
+            return await self._uploads.receive(parse_upload(exchange, key), exchange)
         if method == "GET":
-            await self._send(key, exchange)
+            await self._send_file(key, exchange)
             return None
-        return await self._head(key)
+        return await self._answer_head(key)
 
-    async def _locate(self, raw: bytes) -> ResolvedKey:
+    async def _resolve_key(self, raw: bytes) -> ResolvedKey:
         return await self._threads.run(resolve_key, self._folders, decode_key(raw))
 
-    async def _head(self, key: ResolvedKey) -> Answer:
+    async def _answer_head(self, key: ResolvedKey) -> Answer:
         path = key.real
         state, digest = await self._threads.run(disk.read_state, path), ""
-        if state.unknown and not self._locks.uploading(path):
+        if state.has_unknown_hash and not self._locks.uploading(path):
             async with self._locks.reading(path):
                 # Another request may have stored the hash meanwhile, or an upload may have replaced the file.
                 state = await self._threads.run(disk.read_state, path)
-                if state.unknown:
+                if state.has_unknown_hash:
                     digest = await self._threads.hash(disk.cached_hash, path, self._threads.stopped)
         if not state.exists:
-            raise Refusal(404, "not found", CAN_FETCH)
-        headers = {**CAN_FETCH, "content-length": str(state.size), "x-file-size": str(state.size)}
-        headers |= {"x-local-path": _header_text(key.local), "accept-ranges": "bytes"}
+            raise Refusal(404, "not found", CAN_FETCH_HEADER)
+        headers = {**CAN_FETCH_HEADER, "content-length": str(state.size), "x-file-size": str(state.size)}
+        headers |= {"x-local-path": _encode_header_path(key.local), "accept-ranges": "bytes"}
         if state.target:
             headers["x-target-sha256"] = state.target
         elif digest := digest or state.digest:
             headers["x-content-sha256"] = digest
         return Answer(200, kind="application/octet-stream", headers=headers)
 
-    async def _send(self, key: ResolvedKey, exchange: Exchange) -> None:
+    async def _send_file(self, key: ResolvedKey, exchange: Exchange) -> None:
         state = await self._threads.run(disk.read_state, key.real)
         if not state.exists:
             raise Refusal(404, "file not found")
-        file, size = await self._threads.run(_open, key.real)
+        file, size = await self._threads.run(_open_with_size, key.real)
         try:
             part = requested_part(exchange.header(b"range"), size)
             length = size if part is None else part.length
@@ -370,7 +370,7 @@ class FileServer:
                 and (piece := await self._threads.run(file.read, min(PIECE_BYTES, remaining)))
             ):
                 remaining -= len(piece)
-                async with asyncio.timeout(SEND_LIMIT):
+                async with asyncio.timeout(SEND_TIMEOUT):
                     await exchange.send(piece, more=True)
         except TimeoutError:
             return
@@ -379,23 +379,23 @@ class FileServer:
         if not remaining:
             await exchange.send(b"", more=False)
 
-    async def _list(self, key: ResolvedKey) -> Answer:
+    async def _answer_list(self, key: ResolvedKey) -> Answer:
         files = await self._threads.run(_list_files, self._folders, key)
         return Answer(200, json.dumps({"files": files}), "application/json")
 
-    async def _temporary(self, raw: bytes) -> Answer:
+    async def _answer_temporary(self, raw: bytes) -> Answer:
         if raw != b"temp":
             raise Refusal(404, "404 page not found")
-        path = await self._threads.run(_create_temporary, self._folders.staging)
+        path = await self._threads.run(_create_temporary_file, self._folders.staging)
         return Answer(200, json.dumps({"local_path": path}), "application/json")
 
 
-def _open(path: Path) -> tuple[BinaryIO, int]:
+def _open_with_size(path: Path) -> tuple[BinaryIO, int]:
     file = untrusted.open_file(path, follow_links=False)
     return file, os.fstat(file.fileno()).st_size
 
 
-def _header_text(path: Path) -> str:
+def _encode_header_path(path: Path) -> str:
     """Encode a path as UTF-8 bytes in a header, as the reference does."""
     return os.fsencode(path).decode("latin-1")
 
@@ -411,12 +411,12 @@ def _list_files(folders: Folders, key: ResolvedKey) -> list[str]:
         for path in (current / name for name in files if not is_side_file(name)):
             if path.is_file() and folders.holds(key.folder, path.resolve()):
                 paths.append(str(path.relative_to(key.real)))
-        if len(paths) > MAX_LISTED:
-            raise Refusal(400, f"more than {MAX_LISTED} files")
+        if len(paths) > MAX_LISTED_FILES:
+            raise Refusal(400, f"more than {MAX_LISTED_FILES} files")
     return sorted(paths)
 
 
-def _create_temporary(staging: Path) -> str:
+def _create_temporary_file(staging: Path) -> str:
     descriptor, name = tempfile.mkstemp(keys.TEMPORARY_SUFFIX, keys.TEMPORARY_PREFIX, staging)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), disk.FILE_MODE)

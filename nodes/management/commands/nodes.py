@@ -420,8 +420,8 @@ def make_join_token(options: Options) -> str:
         uses=options["uses"],
     )
     wheel = join_script.find_wheel(conf.cluster().wheel_dir)
-    command = join_script.command(url, plain, wheel)
-    warnings = join_script.warnings(url, host=conf.cluster().host, wheel=wheel)
+    command = join_script.join_command(url, plain, wheel)
+    warnings = join_script.join_warnings(url, host=conf.cluster().host, wheel=wheel)
     if options["json"]:
         (row,) = join.token_rows([token], clock.now())
         return command_line.as_json(

@@ -154,7 +154,7 @@ def test_what_waits_for_its_node_is_listed_and_counted_by_backend(root: Client) 
     intent = rows(page)[0]
     shown = root.get(f"/admin/nodes/pendingbackendop/{intent.pk}/change/").context["adminform"]
     fields = [field.field["name"] for fieldset in shown for line in fieldset for field in line]
-    assert fields[-len(leases.COLUMNS) :] == sorted(leases.COLUMNS, key=fields.index)
+    assert fields[-len(leases.LEASE_COLUMNS) :] == sorted(leases.LEASE_COLUMNS, key=fields.index)
 
 
 @pytest.mark.django_db(transaction=True)

@@ -414,7 +414,7 @@ def test_a_small_list_does_not_become_a_huge_one(monkeypatch: pytest.MonkeyPatch
     builds = gallery_index.parse(text.encode(), m.Gallery())
     assert (len(builds), len(builds[0].tags), len(builds[0].description)) == (
         gallery_index.MAX_ENTRIES,
-        gallery_index.MAX_TEXTS,
+        gallery_index.MAX_TEXTS_PER_FIELD,
         gallery_index.MAX_TEXT_LENGTH,
     )
 

@@ -337,7 +337,7 @@ def test_a_process_that_dies_after_a_retry_leaves_no_failure_that_is_being_retri
     failed = ask(INSTALL, one, two)
     ended(failed, two="no such image")
     asked_by = backend_requests.RequestScope((), by=Requester("ann"))
-    monkeypatch.setattr(failpoints, "_kill", Killed())
+    monkeypatch.setattr(failpoints, "_configured_kill", Killed())
     with pytest.raises(Killed):
         admission.retry(failed.id, asked_by=asked_by, now=clock.now())
     newer = Operation.objects.active().get()

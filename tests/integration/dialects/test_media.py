@@ -205,7 +205,7 @@ def test_what_is_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     many = form({f"field{number}": "x" for number in range(2000)})[0]
     assert one(TRANSCRIBE, many, kind=kind).status == 400
     small = endpoint.Endpoint("POST", audio.transcribe, 60, has_form=True)
-    monkeypatch.setitem(edge._EXACT, TRANSCRIBE, small)
+    monkeypatch.setitem(edge._APP_BY_PATH, TRANSCRIBE, small)
     answer = one(TRANSCRIBE, body, kind=kind)
     assert answer.status == 413
     assert "60 bytes" in told(answer)["error"]["message"]

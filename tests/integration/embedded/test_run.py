@@ -125,9 +125,9 @@ def test_a_copy_is_told_by_device_and_inode(tmp_path: Path, monkeypatch: pytest.
     assert [lock.is_copy(place) for place in (tmp_path / "moved", copy)] == [False, True]
     lock.claim(copy)
     assert not lock.is_copy(copy)
-    claimed = json.loads((copy / lock.FILE).read_text())
+    claimed = json.loads((copy / lock.FOLDER_ID_FILE).read_text())
     inode = claimed["folder"].split(".")[1]
-    (copy / lock.FILE).write_text(json.dumps({**claimed, "folder": f"ffff.{inode}"}))
+    (copy / lock.FOLDER_ID_FILE).write_text(json.dumps({**claimed, "folder": f"ffff.{inode}"}))
     assert lock.is_copy(copy), "a snapshot keeps the inode"
     monkeypatch.setattr(files, "boot_id", lambda: "another boot")
     assert not lock.is_copy(copy)
@@ -263,7 +263,7 @@ def serving(*bodies: object) -> Iterator[int]:
 def test_a_worker_without_work_or_without_registration_ends_no_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stamps: list[str], told: str
 ) -> None:
-    monkeypatch.setattr(run, "READY_SECONDS", 5 if "new" in stamps else 0.1)
+    monkeypatch.setattr(run, "READY_TIMEOUT", 5 if "new" in stamps else 0.1)
     said = io.StringIO()
     heard = [[{"name": "local", "status": "draining", "last_heartbeat": stamp}] for stamp in stamps]
     with serving(*heard) as port:
@@ -482,7 +482,7 @@ def test_the_worker_package_is_built_for_other_machines(
 def test_ready_in_counts_from_make_run(began: str | int, least: float, most: float) -> None:
     """What was installed before is part of the wait; without make, or with a clock set back, it is not."""
     stamp = f"{clock.now().timestamp() + began:.0f}" if isinstance(began, int) else began
-    assert least - 1 <= run.seconds_before({"CLUSTER_MAKE_BEGAN": stamp}) <= most + 1
+    assert least - 1 <= run.seconds_spent_by_make({"CLUSTER_MAKE_BEGAN": stamp}) <= most + 1
 
 
 @pytest.mark.parametrize(("place", "path"), [(0, "/v1/chat/completions"), (1, "/v1/embeddings")])
@@ -518,7 +518,7 @@ def test_a_new_models_folder_has_the_examples_and_their_files(
     """A file is a link, or a copy where that cannot be; a folder that exists is left alone."""
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "m.gguf").write_text("weights")
-    monkeypatch.setattr("localai_cluster.embedded.layout.MODEL_FILES", tmp_path / "files")
+    monkeypatch.setattr("localai_cluster.embedded.layout.MODEL_FILES_FOLDER", tmp_path / "files")
     for name in ("linked", "copied"):
         made = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / name)})
         made.data_dir.mkdir(exist_ok=True)

@@ -262,8 +262,8 @@ def test_removal_races_with_picks() -> None:
 def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs enforces no limit of its own; the request goes on over another connection."""
     hot.replica(hot.node())
-    patience = database_pool.ANSWER_SECONDS
-    monkeypatch.setattr(database_pool, "ANSWER_SECONDS", 0.5)
+    patience = database_pool.ROUND_TRIP_TIMEOUT
+    monkeypatch.setattr(database_pool, "ROUND_TRIP_TIMEOUT", 0.5)
 
     async def scenario() -> None:
         async with hot.picker() as picker:
@@ -277,7 +277,7 @@ def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
             finally:
                 os.kill(backend, signal.SIGCONT)
             # Or a busy machine gives up all others.
-            monkeypatch.setattr(database_pool, "ANSWER_SECONDS", patience)
+            monkeypatch.setattr(database_pool, "ROUND_TRIP_TIMEOUT", patience)
 
             async def ended() -> bool:
                 return processes.stat(backend) is None

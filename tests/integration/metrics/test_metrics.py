@@ -156,13 +156,13 @@ def test_the_cluster_in_eight_queries(django_assert_num_queries: DjangoAssertNum
     """However much there is."""
     now = clock.now()
     with django_assert_num_queries(8):
-        none = samples(scraping.read(now))
+        none = samples(scraping.read_metrics(now))
     assert {value for key, value in none.items() if key[0] == "nodes"} == {0.0}
     planted(now)
     for number in range(20):
         hot.replica(hot.node(f"more-{number}", approved_at=None), f"model-{number}")
     with django_assert_num_queries(8):
-        found = samples(scraping.read(now))
+        found = samples(scraping.read_metrics(now))
     expected: Samples = {
         ("nodes", "healthy", "backend"): 1,
         ("nodes", "offline", "backend"): 1,
@@ -203,7 +203,7 @@ def test_single_nodes_and_gpus_in_one_query(
     hot.node("z")
     monkeypatch.setattr(scraping, "MAX_NODES", 2)
     with django_assert_num_queries(1):
-        scraping.read_nodes(heard)
+        scraping.read_node_metrics(heard)
     reply = asked(SCRAPER, "/metrics/nodes")
     assert "process_" not in reply.body
     found = samples(list(text_string_to_metric_families(reply.body)))
@@ -241,7 +241,7 @@ def test_scrapes_at_the_same_moment_share_the_queries() -> None:
 
     def read(now: datetime) -> Sequence[Metric]:
         calls.append(now)
-        return scraping.read(now)
+        return scraping.read_metrics(now)
 
     first, second = reads(read)
     assert len(calls) == 1
@@ -255,7 +255,7 @@ def test_without_the_database_the_process_tells_its_own(
 ) -> None:
     """A hang costs one thread, however many scrapes come."""
     release, calls = threading.Event(), []
-    monkeypatch.setattr(scraping, "SCRAPE_LIMIT", 0.2 if trouble == "hangs" else 60)
+    monkeypatch.setattr(scraping, "SCRAPE_TIMEOUT", 0.2 if trouble == "hangs" else 60)
 
     def read(now: datetime) -> Sequence[Metric]:
         calls.append(now)
@@ -362,8 +362,8 @@ def test_each_result_of_a_task_is_counted() -> None:
     at = clock.now()
     result = {"started": at, "stopped": at + timedelta(seconds=2), "success": True}
     text = registries.text("tasks").decode()
-    broker._count("django_q", {**result, "func": "nodes.reconcilers.tasks.liveness"})
-    broker._count("django_q", {**result, "func": conf.cluster, "success": False})
+    broker._record_pass("django_q", {**result, "func": "nodes.reconcilers.tasks.liveness"})
+    broker._record_pass("django_q", {**result, "func": conf.cluster, "success": False})
     found = samples(list(text_string_to_metric_families(registries.text("tasks").decode())))
     before = samples(list(text_string_to_metric_families(text)))
     assert found["passes_total", "liveness", "ok"] == before.get(("passes_total", "liveness", "ok"), 0) + 1

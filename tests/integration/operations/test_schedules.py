@@ -7,7 +7,7 @@ import pytest
 from django_q.models import OrmQ, Schedule
 
 from localai_cluster.kit import clock, periodic
-from localai_cluster.kit.periodic import Recurring
+from localai_cluster.kit.periodic import RecurringTask
 from nodes.reconcilers.tasks import SCHEDULES
 from operations.reconcilers.tasks import SCHEDULES as LEDGER_SCHEDULES
 
@@ -23,46 +23,46 @@ def due() -> None:
 
 def test_declared_schedules_are_rows_and_keep_an_operators_pause() -> None:
     """Declared in code, visible in the admin; what an operator changed there stays."""
-    periodic.ensure(EVERY)
+    periodic.ensure_schedules(EVERY)
     Schedule.objects.filter(name=EVERY[0].name).update(repeats=0, cron="0 0 * * *")
-    periodic.ensure(EVERY)
+    periodic.ensure_schedules(EVERY)
     assert set(Schedule.objects.values_list("name", "func")) == {(one.name, one.function) for one in EVERY}
     assert Schedule.objects.values_list("repeats", "cron").get(name=EVERY[0].name) == (0, "0 0 * * *")
 
 
 def test_a_due_schedule_is_enqueued_once() -> None:
     """A tick enqueues what is due; the next one finds it rescheduled, here to the first of January."""
-    periodic.ensure([Recurring("rare", "nodes.reconcilers.tasks.liveness", "0 0 1 1 * 0")])
+    periodic.ensure_schedules([RecurringTask("rare", "nodes.reconcilers.tasks.liveness", "0 0 1 1 * 0")])
     due()
-    periodic.tick()
-    periodic.tick()
+    periodic.enqueue_due_schedules()
+    periodic.enqueue_due_schedules()
     assert OrmQ.objects.count() == 1
 
 
 def test_a_tick_with_nothing_due_is_one_query(django_assert_num_queries: Any) -> None:
     """The controller ticks every second, and mostly nothing is due."""
-    periodic.ensure([Recurring("rare", "nodes.reconcilers.tasks.liveness", "0 0 1 1 * 0")])
+    periodic.ensure_schedules([RecurringTask("rare", "nodes.reconcilers.tasks.liveness", "0 0 1 1 * 0")])
     due()
-    periodic.tick()
+    periodic.enqueue_due_schedules()
     with django_assert_num_queries(1):
-        periodic.tick()
+        periodic.enqueue_due_schedules()
 
 
 def test_every_due_schedule_is_enqueued() -> None:
     """One task each."""
-    periodic.ensure(EVERY)
+    periodic.ensure_schedules(EVERY)
     due()
-    periodic.tick()
+    periodic.enqueue_due_schedules()
     assert OrmQ.objects.count() == len(EVERY)
 
 
 def test_nothing_piles_up_while_no_one_takes_tasks() -> None:
     """A task cluster that was away for an hour does not come back to a thousand identical passes."""
-    periodic.ensure([Recurring("probe", "nodes.reconcilers.tasks.liveness", "* * * * * */5")])
-    for _ in range(periodic.BACKLOG + 10):
+    periodic.ensure_schedules([RecurringTask("probe", "nodes.reconcilers.tasks.liveness", "* * * * * */5")])
+    for _ in range(periodic.MAX_BACKLOG + 10):
         due()
-        periodic.tick()
-    assert OrmQ.objects.count() == periodic.BACKLOG
+        periodic.enqueue_due_schedules()
+    assert OrmQ.objects.count() == periodic.MAX_BACKLOG
 
 
 @pytest.mark.rule("C14", "R5.1")

@@ -110,7 +110,7 @@ def test_each_event_names_its_own_request() -> None:
     """The timeline leads from a node to the log lines of its own registration."""
     claims = []
     for name in FLEET:
-        with logs.of_request(f"request-of-{name}"):
+        with logs.with_request_id(f"request-of-{name}"):
             claims.append(claim(name))
     together(*claims)
     told = NodeEvent.objects.values_list("node_name", "request_id").distinct()

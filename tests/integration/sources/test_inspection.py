@@ -328,14 +328,14 @@ def test_what_a_share_cannot_give_is_told(models: Path, monkeypatch: pytest.Monk
     assert "cannot be read" in inspect(f"{share}/{'x' * 300}", 400)["error"]
     (share / "m-Q4_0.gguf").write_bytes(hub.gguf())
     (share / "m-Q8_0.gguf").write_bytes(hub.gguf())
-    measured = shares._file
+    measured = shares._convert_file
 
     def vanishing(base: Path, path: Path) -> Any:
         if path.name == "m-Q8_0.gguf":
             path.unlink()
         return measured(base, path)
 
-    monkeypatch.setattr(shares, "_file", vanishing)
+    monkeypatch.setattr(shares, "_convert_file", vanishing)
     assert [variant["id"] for variant in inspect(str(share))["variants"]] == ["Q4_0"]
 
 

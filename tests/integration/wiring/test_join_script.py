@@ -148,7 +148,7 @@ def test_make_run_names_itself_as_the_maker_of_its_token(
     (newest, _) = api.admin().get("/api/join-tokens").json()
     assert (newest["created_by"], newest["note"], newest["max_uses"]) == ("make run", "make run", 10)
     token = path.read_text().partition(";")[0].removeprefix("T=")
-    assert path.read_text() == join_script.command("http://192.0.2.10:8080", token) + "\n" != first
+    assert path.read_text() == join_script.join_command("http://192.0.2.10:8080", token) + "\n" != first
     assert str(joining.recognise(token, "", clock.now()).id) == newest["id"]
     assert path.stat().st_mode & 0o077 == 0
 
@@ -161,14 +161,14 @@ def test_the_script_is_posix_shell(shell: str) -> None:
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     words = ["busybox", "sh"] if shell == "busybox" else [shell]
-    script = join_script.script(None).encode()
+    script = join_script.join_script_for(None).encode()
     assert subprocess.run([*words, "-n"], input=script, capture_output=True).stderr == b""
 
 
 def test_shellcheck_has_nothing_to_say() -> None:
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    script = join_script.script(None)
+    script = join_script.join_script_for(None)
     said = subprocess.run(["shellcheck", "-s", "sh", "-"], input=script, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout
 
@@ -185,7 +185,7 @@ def test_the_line_passes_any_url_unchanged(url: str, tmp_path: Path) -> None:
     )
     fake.chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-    subprocess.run(["sh", "-c", join_script.command(url, "join-1")], env=environ, check=True)
+    subprocess.run(["sh", "-c", join_script.join_command(url, "join-1")], env=environ, check=True)
     assert (tmp_path / "out.curl").read_text() == f"{url}/join"
     assert (tmp_path / "out").read_text() == f"{url}|join-1"
 
@@ -247,7 +247,7 @@ def test_over_http_the_line_runs_only_its_own_script(
     wheel(dist)
     mine = join_script.find_wheel(dist)
     assert mine
-    line = join_script.command(live_server.url, made(), mine)
+    line = join_script.join_command(live_server.url, made(), mine)
     (dist / mine.path.name).write_bytes(mine.path.read_bytes() + b"changed on the way")
     code, said = machine.said(line)
     assert (code, "not the script that the line was made for" in said) == (1, True), said
@@ -261,8 +261,8 @@ def test_over_http_the_line_runs_only_its_own_script(
 
 def test_over_https_the_line_stays_short(dist: Path) -> None:
     wheel(dist)
-    line = join_script.command("https://h", "join-1", join_script.find_wheel(dist))
-    assert line == join_script.command("https://h", "join-1")
+    line = join_script.join_command("https://h", "join-1", join_script.find_wheel(dist))
+    assert line == join_script.join_command("https://h", "join-1")
 
 
 @pytest.mark.django_db(transaction=True)
@@ -275,7 +275,7 @@ def test_what_the_package_needs_is_compared_with_its_hashes(
     url = needed.as_uri()
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("localai_cluster/bundled/worker.txt", f"needed @ {url} --hash=sha256:{'0' * 64}\n")
-    code, said = machine.said(join_script.command(live_server.url, made(), join_script.find_wheel(dist)))
+    code, said = machine.said(join_script.join_command(live_server.url, made(), join_script.find_wheel(dist)))
     assert code == 1
     assert "DO NOT MATCH THE HASHES" in said
     assert machine.started() is None
@@ -301,7 +301,7 @@ def test_one_line_installs_starts_and_upgrades_the_worker(
     """From nothing to a worker with its two settings; again: the new package, and the old worker stopped."""
     wheel(dist)
     token = made()
-    line = join_script.command(live_server.url, token)
+    line = join_script.join_command(live_server.url, token)
     first = machine.paste(line)
     eventually(lambda: machine.started() or first.poll() is not None, seconds=300)
     assert first.poll() is None, first.communicate()
@@ -336,12 +336,12 @@ def test_one_line_installs_starts_and_upgrades_the_worker(
 
 @pytest.mark.django_db(transaction=True)
 def test_the_line_says_what_is_wrong(dist: Path, machine: Machine, live_server: Any, tmp_path: Path) -> None:
-    line = join_script.command(live_server.url, made())
+    line = join_script.join_command(live_server.url, made())
     assert machine.said(line)[0] == 1
     assert "run `make package` there" in machine.said(line)[1]
 
     path = wheel(dist)
-    other = join_script.script(join_script.Wheel(path, "0" * 64))
+    other = join_script.join_script_for(join_script.Wheel(path, "0" * 64))
     run = f"LOCALAI_REGISTER_TO={live_server.url} LOCALAI_REGISTRATION_TOKEN={REGISTRATION_TOKEN} sh"
     code, said = machine.said(f"printf %s {shlex.quote(other)} | {run}")
     assert (code, "not the one that was announced" in said) == (1, True), said
@@ -366,14 +366,14 @@ def test_an_old_python_is_named(machine: Machine, tmp_path: Path) -> None:
         (programs / name).write_text("#!/bin/sh\nexit 1\n")
         (programs / name).chmod(0o755)
     machine.path = str(programs)
-    script = join_script.script(join_script.Wheel(Path("x.whl"), "0" * 64))
+    script = join_script.join_script_for(join_script.Wheel(Path("x.whl"), "0" * 64))
     run = "LOCALAI_REGISTER_TO=http://h LOCALAI_REGISTRATION_TOKEN=t sh"
     code, said = machine.said(f"printf %s {shlex.quote(script)} | {run}")
     assert (code, "Python 3.11 or later is needed" in said) == (1, True), said
 
 
 def test_the_form_of_a_command() -> None:
-    line = join_script.command("http://192.0.2.10:8080", "join-1")
+    line = join_script.join_command("http://192.0.2.10:8080", "join-1")
     assert re.fullmatch(
         r"T=join-1; printf 'header = \"Authorization: Bearer %s\"' \"\$T\" \| "
         r"curl -fgsS -K - http://192\.0\.2\.10:8080/join \| "

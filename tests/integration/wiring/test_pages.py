@@ -25,7 +25,7 @@ from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.embedded.bundled_servers import EmbeddedValkey
-from localai_cluster.embedded.preparation import PASSWORD_CHANGED
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED_LINE
 from localai_cluster.kit import clock, conf
 from localai_cluster.web.bodies import Utf8Only
 from nodes.models import BackendNode
@@ -84,14 +84,14 @@ def test_ready_names_each_dependency(
     monkeypatch.setattr(settings, "CLUSTER", replace(settings.CLUSTER, nats_url=url))
     Schedule.objects.create(func="x", schedule_type=Schedule.CRON, cron="* * * * *", next_run=clock.now())
     assert api.Caller().get("/readyz").json()["status"] == "ready"
-    Schedule.objects.update(next_run=clock.now() - 2 * health.OVERDUE)
+    Schedule.objects.update(next_run=clock.now() - 2 * health.SCHEDULE_OVERDUE_AFTER)
     assert "no controller" in api.Caller().get("/readyz").json()["checks"]["controller"]
 
 
 def test_a_check_that_hangs_costs_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each check is bounded."""
     release = threading.Event()
-    monkeypatch.setattr(health, "CHECKS", {"slow": lambda: release.wait(180), "fine": lambda: None})
+    monkeypatch.setattr(health, "CHECK_BY_NAME", {"slow": lambda: release.wait(180), "fine": lambda: None})
     started = clock.monotonic()
     assert health.check_dependencies() == {"slow": "no answer within 1 s", "fine": "ok"}
     assert clock.monotonic() - started < 60
@@ -153,7 +153,7 @@ def test_bootstrap_is_idempotent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     user.save()
     said = io.StringIO()
     call_command("bootstrap", stdout=said)
-    assert PASSWORD_CHANGED in said.getvalue().splitlines(), "`make run` announces the first one no more"
+    assert PASSWORD_CHANGED_LINE in said.getvalue().splitlines(), "`make run` announces the first one no more"
     user.refresh_from_db()
     assert user.check_password("mine now")
     assert api.register(api.registration("local"), api.SECRET).json()["status"] == "healthy"

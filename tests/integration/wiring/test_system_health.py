@@ -14,7 +14,7 @@ from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.accounts.sessions import SessionStore
 from localai_cluster.kit import clock, disk, periodic
-from localai_cluster.kit.periodic import Recurring
+from localai_cluster.kit.periodic import RecurringTask
 from nodes.live import watch
 from nodes.models import WebProcess
 from operations.executor import controllers
@@ -24,7 +24,7 @@ from tests.support import api, hot, pages
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-PASS = Recurring("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5")
+PASS = RecurringTask("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5")
 PATH = "/api/system/health"
 
 
@@ -38,7 +38,9 @@ def root() -> Client:
 def _probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every dependency answers."""
     monkeypatch.setattr(system_health, "_last_results", {})
-    monkeypatch.setattr(health, "CHECKS", dict.fromkeys(("database", "nats", "channel layer"), lambda: None))
+    monkeypatch.setattr(
+        health, "CHECK_BY_NAME", dict.fromkeys(("database", "nats", "channel layer"), lambda: None)
+    )
 
 
 def asked() -> Any:
@@ -61,7 +63,7 @@ def ran(*, ok: bool = True, seconds_ago: float = 1) -> None:
 
 def test_every_part_says_how_it_is() -> None:
     now = clock.now()
-    periodic.ensure([PASS])
+    periodic.ensure_schedules([PASS])
     ran(ok=False, seconds_ago=9)
     ran()
     controllers.write_heartbeat("here:1", bus_connected=True, now=now)
@@ -89,7 +91,7 @@ def test_what_is_away_is_an_error_since_the_first_look_that_found_it(monkeypatch
         raise health.NotReady("nobody listens there")
 
     asked()
-    monkeypatch.setattr(health, "CHECKS", {"nats": away, "channel layer": lambda: None})
+    monkeypatch.setattr(health, "CHECK_BY_NAME", {"nats": away, "channel layer": lambda: None})
     first, second = (next(one for one in asked()["parts"] if one["id"] == "nats") for _ in range(2))
     assert (first["state"], first["text"]) == ("error", "nobody listens there")
     assert first["since"] == second["since"] is not None
@@ -115,7 +117,7 @@ def test_it_costs_the_same_queries_for_many_rows() -> None:
     counts = []
     for total in (2, 40):
         for number in range(total):
-            periodic.ensure([Recurring(f"{total} {number}", PASS.function, PASS.cron)])
+            periodic.ensure_schedules([RecurringTask(f"{total} {number}", PASS.function, PASS.cron)])
             hot.node(f"n{total}-{number}")
             controllers.write_heartbeat(f"{total} {number}", bus_connected=True, now=clock.now())
         with CaptureQueriesContext(connection) as queries:
@@ -126,7 +128,7 @@ def test_it_costs_the_same_queries_for_many_rows() -> None:
 
 def test_schedules_are_paused_and_resumed_in_the_admin(root: Client) -> None:
     """Resumed ones run now and are not late."""
-    periodic.ensure([PASS])
+    periodic.ensure_schedules([PASS])
     row = Schedule.objects.get()
     Schedule.objects.update(next_run=clock.now() - timedelta(hours=1))
 
@@ -148,7 +150,7 @@ def test_schedules_are_paused_and_resumed_in_the_admin(root: Client) -> None:
 
 
 def test_who_may_only_see_schedules_cannot_pause_them() -> None:
-    periodic.ensure([PASS])
+    periodic.ensure_schedules([PASS])
     body = {"action": "pause", "_selected_action": Schedule.objects.get().pk}
     viewer = pages.staff("ann", "view_schedule")
     assert "Pause the selected" not in viewer.get("/admin/django_q/schedule/").content.decode()
@@ -168,7 +170,7 @@ def test_health_is_answered_without_the_database(root: Client, monkeypatch: pyte
 
     assert root.get("/api/nodes").status_code == 200
     monkeypatch.setattr(SessionStore, "load", away)
-    monkeypatch.setattr(health, "CHECKS", {**health.CHECKS, "database": away})
+    monkeypatch.setattr(health, "CHECK_BY_NAME", {**health.CHECK_BY_NAME, "database": away})
     monkeypatch.setattr(disk, "read", lambda folder: FULL)
     for answer in (root.get(PATH), api.admin().get(PATH)):
         found = {one["id"]: one for one in answer.json()["parts"]}
@@ -192,9 +194,9 @@ def test_a_database_that_is_lost_while_it_is_read(monkeypatch: pytest.MonkeyPatc
 
 def test_a_full_disk_is_the_reason_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Review X4: anybody is told that it is full, not which it is."""
-    monkeypatch.setattr(health, "CHECKS", {"disk": health._disk})
+    monkeypatch.setattr(health, "CHECK_BY_NAME", {"disk": health._check_disk})
     monkeypatch.setattr(disk, "read", lambda folder: FULL)
-    monkeypatch.setattr(disk, "_last", None)
+    monkeypatch.setattr(disk, "_last_reading", None)
     answer = api.Caller().get("/readyz")
     assert "data folder is full" in answer.json()["checks"]["disk"]
     assert "/var" not in answer.content.decode()

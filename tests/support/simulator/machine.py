@@ -191,12 +191,12 @@ class Machine:
             problem = f'backend "{request.backend}": backend not found'
         return m.DeleteReply(not problem, problem, stopped, True)
 
-    async def _list(self, _: m.Nothing, act: Act, __: Send) -> m.ListReply:
+    async def _list(self, _: m.EmptyRequest, act: Act, __: Send) -> m.ListReply:
         await asyncio.sleep(act.seconds)
         found = tuple(self.backends[name] for name in sorted(self.backends))
         return m.ListReply(found, act.refuse, self._instance)
 
-    async def _models(self, _: m.Nothing, act: Act, __: Send) -> m.RunningReply:
+    async def _models(self, _: m.EmptyRequest, act: Act, __: Send) -> m.RunningReply:
         await asyncio.sleep(act.seconds)
         running = []
         for key, (_name, address) in sorted(self.engines.items()):
@@ -242,7 +242,7 @@ _HANDLERS: dict[str, tuple[type[Any], Callable[..., Awaitable[Any]], Callable[[s
     "backend.upgrade": (m.UpgradeRequest, Machine._upgrade, lambda text: m.UpgradeReply(error=text)),
     "backend.cancel": (m.CancelRequest, Machine._cancel, lambda text: m.CancelReply(error=text)),
     "backend.delete": (m.DeleteRequest, Machine._delete, lambda text: m.DeleteReply(error=text)),
-    "backend.list": (m.Nothing, Machine._list, lambda text: m.ListReply(error=text)),
+    "backend.list": (m.EmptyRequest, Machine._list, lambda text: m.ListReply(error=text)),
     "models.running": (m.RunningRequest, Machine._models, lambda text: m.RunningReply(error=text)),
     "model.unload": (m.UnloadRequest, Machine._unload, lambda text: m.UnloadReply(error=text)),
     "model.stop": (m.StopModelRequest, Machine._stop_model, lambda text: m.StopModelReply(error=text)),

@@ -47,7 +47,7 @@ class Registry(BaseHTTPRequestHandler):
             "plain": PLAIN,
             "locked": PLAIN,
             "private": PLAIN,
-            "long": b"x" * (client.MANIFEST_BYTES + 1),
+            "long": b"x" * (client.MAX_MANIFEST_BYTES + 1),
         }
         return self._send(200 if tag in bodies else 404, bodies.get(tag, b"{}"))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.gallery_index import name_of
+from localai_cluster.gallery_index import default_backend_name
 from localai_cluster.messaging.messages import (
     Gallery,
     InstallRequest,
@@ -38,7 +38,7 @@ TWO = encode_galleries((Gallery("http://a", "one"), Gallery("http://b", "two")))
     ],
 )
 def test_an_address_alone_names_a_backend(uri: str, name: str) -> None:
-    assert name_of(uri) == name
+    assert default_backend_name(uri) == name
 
 
 @pytest.mark.rule("nats-4")

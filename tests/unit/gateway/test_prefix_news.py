@@ -46,7 +46,7 @@ def test_what_is_on_the_wire() -> None:
     observed = PrefixObserved("m", (1, LARGEST), NODE, 1)
     assert told("observe", OBSERVED) == told("observe", OBSERVED | {"more": 1}) == observed
     assert told("invalidate", INVALIDATED) == PrefixInvalidated("m", NODE, -1)
-    assert (messages.PREFIX_OBSERVED, messages.PREFIX_INVALIDATED) == (
+    assert (messages.PREFIX_OBSERVED_SUBJECT, messages.PREFIX_INVALIDATED_SUBJECT) == (
         "prefixcache.observe",
         "prefixcache.invalidate",
     )
@@ -62,7 +62,7 @@ def test_what_is_on_the_wire() -> None:
         return bus.published
 
     (first, one), (second, two) = asyncio.run(sent())
-    assert (first, second) == (messages.PREFIX_OBSERVED, messages.PREFIX_INVALIDATED)
+    assert (first, second) == (messages.PREFIX_OBSERVED_SUBJECT, messages.PREFIX_INVALIDATED_SUBJECT)
     assert (json.loads(one), json.loads(two)) == (OBSERVED, INVALIDATED)
 
 
@@ -231,7 +231,7 @@ def test_what_is_heard_is_taken_in_order() -> None:
     async def scenario() -> list[Any]:
         bus, heard = PlayedBus(), []  # type: ignore[var-annotated]
         await subscribe_to_updates(bus, heard.append)
-        handler = bus.handlers[messages.PREFIX_NEWS]
+        handler = bus.handlers[messages.PREFIX_SUBJECTS]
         for kind, body in (("observe", OBSERVED), ("invalidate", INVALIDATED), ("observe", [])):
             await handler(Message(f"prefixcache.{kind}", json.dumps(body).encode(), wants_reply=False))
         return heard

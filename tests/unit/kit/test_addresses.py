@@ -73,7 +73,7 @@ def test_no_text_names_a_scheme(text: str) -> None:
     ],
 )
 def test_two_texts_that_mean_one_address(one: str, other: str, same: bool) -> None:
-    assert addresses.same(one, other) is same
+    assert addresses.is_same_address(one, other) is same
 
 
 @pytest.mark.parametrize("text", ["[::ffff:127.0.0.1]:7", "[::FFFF:7f00:1]:7", "127.0.0.1:7"])

@@ -15,7 +15,7 @@ from tests.support.cluster import ROOT
 
 async def test_a_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked until it has ended."""
-    monkeypatch.setattr(cancellation, "_REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr(cancellation, "_CANCEL_REPEAT_SECONDS", 0.01)
     swallowed = 0
 
     async def stubborn() -> None:

@@ -13,7 +13,7 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryUnreadable
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.kit.untrusted import LEVELS
+from localai_cluster.kit.untrusted import MAX_LEVELS
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.web import wire
@@ -49,13 +49,13 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@given(VALUES, st.integers(0, LEVELS + 5), st.booleans(), st.booleans())
+@given(VALUES, st.integers(0, MAX_LEVELS + 5), st.booleans(), st.booleans())
 def test_json_is_judged_as_by_a_slow_reader(value: Any, more: int, lists: bool, escaped: bool) -> None:
     """With any strings, at the limit and around it; and beside many brackets that are not deep."""
     for _ in range(more):
         value = [TEXT, value, [[]] * 40] if lists else {TEXT: value, "": {"[": [{}] * 40}}
     text = json.dumps(value, ensure_ascii=escaped).encode()
-    assert untrusted.json_problem(text) == (untrusted.TOO_DEEP if depth(text) > LEVELS else "")
+    assert untrusted.json_problem(text) == (untrusted.TOO_DEEP_REASON if depth(text) > MAX_LEVELS else "")
 
 
 TEXT = 'a"[{\\'
@@ -66,7 +66,7 @@ def test_what_passes_is_refused_by_the_parser_or_is_not_deep(rest: bytes, opened
     """Bytes that are no JSON: never more than the limit gets to a parser, and nothing is raised."""
     text = b"[" * opened + rest
     if not untrusted.json_problem(text):
-        assert depth(text) <= LEVELS or not _is_json(text)
+        assert depth(text) <= MAX_LEVELS or not _is_json(text)
 
 
 def _is_json(text: bytes) -> bool:
@@ -80,10 +80,10 @@ def _is_json(text: bytes) -> bool:
 @pytest.mark.parametrize("quotes", [b'"[",', b'"",', b'"\\"[",', b'"\\\\",'])
 def test_strings_over_the_edge_of_a_piece_stay_strings(quotes: bytes) -> None:
     """Long texts are split in pieces; a string does not end with one."""
-    flat = b"[" + quotes * 100_000 + b'"' + b"[" * 200_000 + b'"' + b",[]" * LEVELS + b"]"
+    flat = b"[" + quotes * 100_000 + b'"' + b"[" * 200_000 + b'"' + b",[]" * MAX_LEVELS + b"]"
     assert untrusted.json_problem(flat) == ""
-    deep = flat[:-1] + b"," + b"[" * LEVELS + b"]" * LEVELS + b"]"
-    assert untrusted.json_problem(deep) == untrusted.TOO_DEEP
+    deep = flat[:-1] + b"," + b"[" * MAX_LEVELS + b"]" * MAX_LEVELS + b"]"
+    assert untrusted.json_problem(deep) == untrusted.TOO_DEEP_REASON
 
 
 def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
@@ -92,7 +92,7 @@ def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
 
 def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     """REST and workers' bodies, inference, messages of the bus: 64 levels pass, 65 are named as too deep."""
-    fits, deep = b'{"a":' + nested(LEVELS - 1) + b"}", b'{"a":' + nested(LEVELS) + b"}"
+    fits, deep = b'{"a":' + nested(MAX_LEVELS - 1) + b"}", b'{"a":' + nested(MAX_LEVELS) + b"}"
     assert wire.parse_json(fits)
     assert wire.parse_json_object(fits)
     assert messages.decode(fits, m.ListReply) == m.ListReply()
@@ -108,7 +108,7 @@ def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytes
     with pytest.raises(messages.DecodeError, match="nested more than 64 levels"):
         messages.decode(deep, m.ListReply)
     with pytest.raises(messages.DecodeError, match="nested more than 64 levels"):
-        messages.decode_galleries(nested(LEVELS + 1).decode())
+        messages.decode_galleries(nested(MAX_LEVELS + 1).decode())
 
 
 def test_a_refusal_takes_no_more_than_a_few_copies() -> None:
@@ -116,7 +116,7 @@ def test_a_refusal_takes_no_more_than_a_few_copies() -> None:
     for unit in (b"[" * 63 + b"]" * 63 + b",", b'"[",[],', b'{"":{}},', b"[],"):
         body = b"[" + unit * (2_000_000 // len(unit)) + b"0]"
         tracemalloc.start()
-        assert untrusted.json_problem(body) == untrusted.TOO_MANY
+        assert untrusted.json_problem(body) == untrusted.TOO_MANY_REASON
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 4 * len(body), unit

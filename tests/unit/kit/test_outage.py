@@ -13,7 +13,7 @@ from django.utils.module_loading import import_string
 from psycopg import errors
 
 from localai_cluster.kit.outage import OneLineOutages, RepeatLimit, is_outage, skip_during_outage
-from localai_cluster.kit.periodic import Recurring
+from localai_cluster.kit.periodic import RecurringTask
 from nodes.reconcilers import tasks as node_schedules
 from operations.reconcilers import tasks as ledger_schedules
 
@@ -98,7 +98,7 @@ def test_a_recurring_task_leaves_a_run_out_in_an_outage_only() -> None:
     "recurring", [*node_schedules.SCHEDULES, *ledger_schedules.SCHEDULES], ids=lambda one: one.name
 )
 def test_every_recurring_task_leaves_a_run_out(
-    recurring: Recurring, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recurring: RecurringTask, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """django-q2 would log the traceback as text, which no filter knows for an outage."""
     function = recurring.function.rpartition(".")[2]

@@ -329,7 +329,7 @@ def test_a_wrong_range_is_an_error(status: int, headers: dict[str, str]) -> None
 
 async def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     hang = asyncio.Event()
-    monkeypatch.setattr(outbound, "CONNECT_LIMIT", 0.05)
+    monkeypatch.setattr(outbound, "CONNECT_TIMEOUT", 0.05)
     loop = asyncio.get_running_loop()
 
     def lookup(*_: Any, **__: Any) -> list[Any]:

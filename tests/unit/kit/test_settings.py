@@ -7,7 +7,7 @@ import pytest
 from django.core.checks import run_checks
 
 from localai_cluster.kit import addresses, conf, env, settings_table
-from localai_cluster.kit.env import weak_secret
+from localai_cluster.kit.env import is_weak_secret
 
 STRONG = "f4ac1d9e07b35582aa"
 
@@ -112,7 +112,7 @@ def test_good_settings_pass(settings: Any) -> None:
 )
 def test_what_a_weak_secret_is(value: str, weak: bool) -> None:
     """Short, repeated or well known."""
-    assert weak_secret(value) is weak
+    assert is_weak_secret(value) is weak
 
 
 @pytest.mark.parametrize(

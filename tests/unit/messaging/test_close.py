@@ -17,7 +17,7 @@ async def test_a_bus_closes_at_any_point_of_its_dialling(
     passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A controller stopped while it dialled never ended, as the library lost the cancellation."""
-    monkeypatch.setattr(cancellation, "_REPEAT_SECONDS", 0.05)
+    monkeypatch.setattr(cancellation, "_CANCEL_REPEAT_SECONDS", 0.05)
     bus = NatsBus(Servers((f"nats://127.0.0.1:{free_port()}",)), name="closing")
     bus.start()
     for _ in range(passes):

@@ -106,7 +106,7 @@ def test_a_wrong_type_inside_a_list_names_the_way_to_it() -> None:
         b'{"percentage":1e999}',
         b"[" * 100_000,
         b'{"replica_index":' + b"9" * 5000 + b"}",
-        b" " * (messages.MAX_BYTES + 1),
+        b" " * (messages.MAX_MESSAGE_BYTES + 1),
     ],
 )
 def test_hostile_bodies_are_refused_with_our_error(body: bytes) -> None:

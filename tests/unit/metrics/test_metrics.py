@@ -33,7 +33,7 @@ def figures() -> Iterator[Line]:
             name = f"{family.name}_total" if family.type == "counter" else family.name
             where = "controller, tasks" if both else process
             yield name, family.type, figure._labelnames, where, family.documentation
-    for row in scraping.FIGURES:
+    for row in scraping.CLUSTER_FIGURES:
         yield kinds.PREFIX + row.name, "gauge", row.labels, "web, from the rows", row.meaning
     for row in scraping.NODE_FIGURES[1:]:
         yield kinds.PREFIX + row.name, "gauge", row.labels, "`/metrics/nodes`", row.meaning
@@ -164,5 +164,5 @@ def test_a_process_tells_what_it_is_and_its_own_figures_only(process: str) -> No
     own = {
         name for name, *_, where, _ in figures() if where in ("all", process) or process in where.split(", ")
     }
-    rows = {kinds.PREFIX + row.name for row in scraping.FIGURES}
+    rows = {kinds.PREFIX + row.name for row in scraping.CLUSTER_FIGURES}
     assert told == own - rows

@@ -23,7 +23,7 @@ def test_the_timings_that_shape_the_api() -> None:
     cluster, _ = load({})
     assert (cluster.node_stale_after, cluster.install_timeout, cluster.upgrade_timeout) == (60, 900, 900)
     assert (commands.LIST_TIMEOUT, commands.DELETE_TIMEOUT, commands.MODEL_TIMEOUT) == (30, 120, 30)
-    assert (control_plane.CALL_LIMIT, lifecycle.DEREGISTER_LIMIT) == (10, 60)
+    assert (control_plane.CALL_TIMEOUT, lifecycle.DEREGISTER_TIMEOUT) == (10, 60)
     assert env.Environment({"LOCALAI_REGISTER_TO": "http://h"}).read(config.Config).heartbeat_interval == 10
     assert (worker_logs.ANSWER_LIMIT, worker_logs.HANDSHAKE_LIMIT) == (15, 10)
 
@@ -55,7 +55,7 @@ def texts() -> Iterator[tuple[str, str]]:
 def test_no_part_of_ours_publishes_or_reads_them() -> None:
     """D-SHARED-BY-ROWS, D-STAGE-ROWS, D-STATELESS, decision 23: only permissions of agent nodes name them."""
     named = {subject for path, subject in texts() if path == "localai_cluster/messaging/servers.py"}
-    assert named == set(servers._AGENT_PUBLISHES) | set(servers._AGENT_SUBSCRIBES)
+    assert named == set(servers._AGENT_PUBLISH_SUBJECTS) | set(servers._AGENT_SUBSCRIBE_SUBJECTS)
     elsewhere = [
         (path, subject) for path, subject in texts() if path != "localai_cluster/messaging/servers.py"
     ]

@@ -225,7 +225,7 @@ async def test_a_wrong_hash_is_refused_before_anything_is_unpacked(
     """The error names both hashes, the installed version stays, nothing is left over."""
     site.files["/one.tar"] = tar()
     await install(store, site)
-    monkeypatch.setattr(archives, "_open", lambda *_: pytest.fail("the archive was read"))
+    monkeypatch.setattr(archives, "_open_tar", lambda *_: pytest.fail("the archive was read"))
     with pytest.raises(InstallFailed, match=f"says {'0' * 64}"):
         await install(store, site, sha256="0" * 64)
     with pytest.raises(InstallFailed, match="says nonsense"):
@@ -275,7 +275,7 @@ async def test_a_server_that_hangs_is_given_up(
     store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """worker.md §18.6: so many seconds to the headers, so many without a byte."""
-    monkeypatch.setattr(download, "STALL_LIMIT", 0.2)
+    monkeypatch.setattr(download, "STALL_TIMEOUT", 0.2)
     release = threading.Event()
     data = site.files["/one.tar"] = tar(entry("data", bytes(500_000)))
 
@@ -409,7 +409,7 @@ async def test_an_archive_that_is_too_long_is_refused(
 ) -> None:
     site.files["/one.tar"] = tar(entry("data", bytes(500_000)))
     site.with_length = known
-    monkeypatch.setattr(download, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(download, "MAX_ARCHIVE_BYTES", 100_000)
     with pytest.raises(ClusterError, match="100000"):
         await install(store, site)
 
@@ -418,7 +418,7 @@ async def test_a_full_disk_is_told_before_the_download(
     store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.files["/one.tar"] = tar()
-    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    monkeypatch.setattr(source_files, "HEADROOM_BYTES", 2**62)
     with pytest.raises(InstallFailed, match="Free up space"):
         await install(store, site)
 
@@ -456,7 +456,7 @@ async def test_an_archive_of_unknown_length_cannot_fill_the_disk(
         return shutil._ntuple_diskusage(disk, used, disk - used)
 
     site.files["/one.tar"] = tar(entry("data", os.urandom(8_000_000)))
-    monkeypatch.setattr(source_files, "HEADROOM", 1_000_000)
+    monkeypatch.setattr(source_files, "HEADROOM_BYTES", 1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.raises(InstallFailed, match="Free up space"):
         await install(store, site)
@@ -471,7 +471,7 @@ async def test_a_disk_that_fills_up_while_it_unpacks(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     site.files["/one.tar"] = tar(entry("data", bytes(1000)))
-    monkeypatch.setattr(archives._Writer, "_write", full)
+    monkeypatch.setattr(archives._TreeWriter, "_write", full)
     with pytest.raises(InstallFailed, match="Free up space"):
         await install(store, site, uri="../one.tar\n  mirrors: [../two.tar]")
     assert left_over(store) == []
@@ -666,7 +666,7 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(bomb) < 10_000
     header = tar(entry("x", pax_headers={"comment": "c" * 2_000_000}))
     for name, limit, data in (
-        ("MAX_BYTES", 1_000_000, bomb),
+        ("MAX_UNPACKED_BYTES", 1_000_000, bomb),
         ("MAX_ENTRIES", 2, tar(entry("a"), entry("b"))),
         ("MAX_ENTRIES", 9, header),
         ("MAX_ENTRIES", 9, gzip.compress(header)),
@@ -675,7 +675,7 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
             patch.setattr(archives, name, limit)
             with pytest.raises(BadSource, match=r"more than|too long"):
                 opened(data, tmp_path)
-    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    monkeypatch.setattr(source_files, "HEADROOM_BYTES", 2**62)
     with pytest.raises(BadSource, match="Free up space"):
         opened(tar(), tmp_path)
     assert not (tmp_path / "target").exists()
@@ -762,4 +762,4 @@ def test_an_archive_is_not_opened_through_a_link_and_not_waited_for(tmp_path: Pa
 
 
 def test_the_limit_of_a_piece_is_what_tarfile_may_ask_for() -> None:
-    assert archives.MAX_HEADER_LENGTH >= source_files.CHUNK
+    assert archives.MAX_HEADER_LENGTH >= source_files.CHUNK_BYTES

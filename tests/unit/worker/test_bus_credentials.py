@@ -89,7 +89,7 @@ async def test_a_worker_that_is_refused_everywhere_asks_once_a_minute(answer: Ca
 
 @pytest.mark.rule("nats-9.3")
 async def test_it_comes_back_when_it_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "REFUSED_PAUSE", 0.0)
+    monkeypatch.setattr(registration, "REFUSED_PAUSE_SECONDS", 0.0)
     played = Played(REVOKED, REVOKED, approved())
     async with running(played) as credentials:
 

@@ -42,7 +42,7 @@ async def test_never_healthy_is_given_up_and_killed(
     supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W17, with the limit shortened: failure with the last words, the process and its children dead."""
-    monkeypatch.setattr(engines, "START_SECONDS", 0.5)
+    monkeypatch.setattr(engines, "START_TIMEOUT", 0.5)
     start = script(tmp_path, f"echo waiting >&2; sleep 1000 & echo $! > {tmp_path}/child; wait")
     with pytest.raises(StartFailed, match=r"not ready within 0.5 s.*\n.*waiting"):
         await supervisor.start("m#0", "b", start)
@@ -141,7 +141,7 @@ async def test_a_stubborn_engine_is_killed_after_the_grace(
     supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W20, with the grace shortened: SIGTERM to the group, then SIGKILL."""
-    monkeypatch.setattr(engines, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(engines, "SIGTERM_GRACE_SECONDS", 0.3)
     start = script(tmp_path, f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 1; done")
     starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 

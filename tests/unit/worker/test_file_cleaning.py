@@ -9,7 +9,7 @@ import pytest
 
 from localai_cluster.kit import clock
 from localai_cluster.worker.files import keys
-from localai_cluster.worker.files.keys import STAGED_FILE_AGE, Folders, remove_old_staged_files
+from localai_cluster.worker.files.keys import STAGED_FILE_MAX_AGE, Folders, remove_old_staged_files
 from localai_cluster.worker.files.locks import PathLocks
 from localai_cluster.worker.files.routes import FileServer
 from tests.support.worker_http import fetches
@@ -33,20 +33,21 @@ def test_what_was_for_one_request_goes_after_a_day(tmp_path: Path) -> None:
     (request / "out").symlink_to(other)
     now = clock.now()
     assert (
-        remove_old_staged_files(staging, now + STAGED_FILE_AGE - timedelta(hours=1), lambda path: False) == 0
+        remove_old_staged_files(staging, now + STAGED_FILE_MAX_AGE - timedelta(hours=1), lambda path: False)
+        == 0
     )
     assert (
         remove_old_staged_files(
-            staging, now + STAGED_FILE_AGE + timedelta(hours=1), lambda path: path.name == "a.wav"
+            staging, now + STAGED_FILE_MAX_AGE + timedelta(hours=1), lambda path: path.name == "a.wav"
         )
         == 3
     )
     kept = {"somebody", "somebody/s", "somebody/s/file", "another.tmp"}
     folders = {"ephemeral", "ephemeral/inputs", "ephemeral/inputs/12345678"}
     assert left(staging) == kept | folders | {"ephemeral/inputs/12345678/a.wav"}
-    assert remove_old_staged_files(staging, now + 3 * STAGED_FILE_AGE, lambda path: False) == 1
+    assert remove_old_staged_files(staging, now + 3 * STAGED_FILE_MAX_AGE, lambda path: False) == 1
     for _ in range(3):
-        remove_old_staged_files(staging, now + 3 * STAGED_FILE_AGE, lambda path: False)
+        remove_old_staged_files(staging, now + 3 * STAGED_FILE_MAX_AGE, lambda path: False)
     assert left(staging) == kept | {"ephemeral"}
     assert (other / "kept").exists()
 
@@ -58,7 +59,7 @@ def test_a_folder_that_is_a_link_is_not_entered(tmp_path: Path) -> None:
     other.mkdir()
     (other / "kept").write_text("x")
     (staging / "ephemeral").symlink_to(other)
-    assert remove_old_staged_files(staging, clock.now() + 3 * STAGED_FILE_AGE, lambda path: False) == 0
+    assert remove_old_staged_files(staging, clock.now() + 3 * STAGED_FILE_MAX_AGE, lambda path: False) == 0
     assert remove_old_staged_files(tmp_path / "missing", clock.now(), lambda path: False) == 0
     assert (other / "kept").exists()
 
@@ -90,7 +91,7 @@ async def test_a_cleaning_that_fails_is_told_and_comes_again(
         raise RuntimeError("a link to itself")
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(keys, "REMOVAL_INTERVAL", 0.0)
+    monkeypatch.setattr(keys, "REMOVAL_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr(keys, "remove_old_staged_files", broken)
     async with FileServer(Folders.of_worker(tmp_path / "models", tmp_path / "own", ()), fetches()).running():
         async with asyncio.timeout(60):
@@ -101,14 +102,14 @@ async def test_a_cleaning_that_fails_is_told_and_comes_again(
 @pytest.mark.rule("worker-12.1", "worker-14")
 async def test_folders_are_made_and_cleaned_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be made does not keep the worker from starting."""
-    monkeypatch.setattr(keys, "REMOVAL_INTERVAL", 0.01)
+    monkeypatch.setattr(keys, "REMOVAL_INTERVAL_SECONDS", 0.01)
     folders = Folders.of_worker(tmp_path / "deep" / "models", tmp_path / "own", ())
     folders.data.parent.mkdir()
     folders.data.write_text("in the way")
     stale = folders.staging / "ephemeral" / "inputs" / "1" / "a"
     stale.parent.mkdir(parents=True)
     stale.write_text("x")
-    long_after = datetime.now(UTC) + 2 * STAGED_FILE_AGE  # noqa: TID251
+    long_after = datetime.now(UTC) + 2 * STAGED_FILE_MAX_AGE  # noqa: TID251
     monkeypatch.setattr(clock, "now", lambda: long_after)
 
     async def gone() -> bool:

@@ -27,7 +27,7 @@ from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.source_files import HEADROOM, Stopped
+from localai_cluster.worker.source_files import HEADROOM_BYTES, Stopped
 from tests.conftest import eventually
 from tests.support.effort import EFFORT
 from tests.support.file_client import BEARER, Files, answered, files, on_disk, served, sha256
@@ -157,7 +157,7 @@ def test_whatever_a_kill_leaves_the_upload_ends_with_equal_bytes(
 STEPS: tuple[tuple[Any, str], ...] = (
     (disk, "prepare_folder"),
     (disk, "remove"),
-    (disk, "_write_side"),
+    (disk, "_write_side_file"),
     (disk, "sync_folder"),
     (PartialUpload, "append"),
     (PartialUpload, "sync"),
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused_before_the_old_file_goes(
     served: Served, files: Files, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert files.put(key, CONTENT, DIGEST).status == 200
-    usage = type("Usage", (), {"free": HEADROOM + 9})
+    usage = type("Usage", (), {"free": HEADROOM_BYTES + 9})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     larger = CONTENT * 2
     for got in (
@@ -310,7 +310,7 @@ def test_a_refusal_is_heard_over_a_large_body(
     served: Served, files: Files, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection ends then, without the whole body having been read."""
-    monkeypatch.setattr(exchange, "LINGER", 0.2)
+    monkeypatch.setattr(exchange, "LINGER_SECONDS", 0.2)
     total = 200_000_000
     for headers, status in ((BEARER, 416), ({}, 401)):
         with files.connect() as link:
@@ -362,7 +362,7 @@ def test_memory_does_not_grow_with_the_file(
         honest(self, piece)
 
     monkeypatch.setattr(PartialUpload, "append", slow)
-    monkeypatch.setattr(disk, "SYNC_EVERY", 3_000_000)
+    monkeypatch.setattr(disk, "SYNC_EVERY_BYTES", 3_000_000)
     assert files.stage(key, content) == 1
     assert sum(sizes) == len(content)
     assert max(sizes) <= 512 * 1024

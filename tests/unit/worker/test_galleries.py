@@ -105,7 +105,7 @@ async def test_a_source_that_failed_slowly_is_skipped_for_ten_minutes(
     site.up = {"mirror.test"}
     assert await site.choose("one") == ["gallery.test", "mirror.test"]
     assert await site.choose("one") == ["gallery.test", "mirror.test"], "it failed at once"
-    monkeypatch.setattr(galleries, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(galleries, "SLOW_FAILURE_SECONDS", 0.0)
     await site.choose("one")
     assert await site.choose("one") == ["mirror.test"]
     site.up.clear()
@@ -113,5 +113,5 @@ async def test_a_source_that_failed_slowly_is_skipped_for_ten_minutes(
     assert await site.choose("one") == [], "from the copy"
     site.up, site.names = {"gallery.test"}, "one two"
     assert await site.choose("two") == ["gallery.test"]
-    now[0] += galleries.SKIP_SECONDS
+    now[0] += galleries.SKIP_ADDRESS_SECONDS
     assert await site.choose("one") == ["gallery.test"]

@@ -34,7 +34,7 @@ from localai_cluster.worker.gpu_drivers import (
     parse_simulation,
     visible_gpu_variables,
 )
-from localai_cluster.worker.hardware import GpuReader, Gpus
+from localai_cluster.worker.hardware import GpuReader, GpuTotals
 from localai_cluster.worker.heartbeats import measure_figures
 
 GIB = 2**30
@@ -167,7 +167,7 @@ def test_every_card_tells_its_figures(library: Library) -> None:
         "driver": "550.54.15, CUDA 12.4",
     }
     assert (second.index, second.id, second.free_vram) == (1, UUIDS[1], 21 * GIB)
-    assert Gpus.of((first, second)) == Gpus(48 * GIB, 41 * GIB, "nvidia", "8.9", (first, second))
+    assert GpuTotals.of((first, second)) == GpuTotals(48 * GIB, 41 * GIB, "nvidia", "8.9", (first, second))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ async def test_without_a_driver_there_are_none(library: Library, tmp_path: Path)
         reader = GpuReader(Nvml(library))
         with pytest.raises(NoDriver):
             await reader.read()
-        assert await hardware.read_gpus(reader) == Gpus()
+        assert await hardware.read_gpus(reader) == GpuTotals()
         assert set(await measure_figures(tmp_path, reader)) == {
             "available_ram",
             "total_disk",
@@ -256,7 +256,7 @@ async def test_a_driver_that_hangs_stops_no_heartbeat(
 ) -> None:
     """The first heartbeat waits for the limit, later ones not at all; there is one thread, not one a beat."""
     reader, let_go, asked = hung
-    monkeypatch.setattr(hardware, "READ_LIMIT", 0.05)
+    monkeypatch.setattr(hardware, "GPU_READ_TIMEOUT", 0.05)
     for _ in range(3):
         assert set(await measure_figures(tmp_path, reader)) == {
             "available_ram",
@@ -265,7 +265,7 @@ async def test_a_driver_that_hangs_stops_no_heartbeat(
         }
     assert len(asked) == 1
     let_go()
-    monkeypatch.setattr(hardware, "READ_LIMIT", 60.0)
+    monkeypatch.setattr(hardware, "GPU_READ_TIMEOUT", 60.0)
     told: dict[str, Any] = {}
     while "gpus" not in told:  # its thread ends, then it is asked again
         told = await measure_figures(tmp_path, reader)
@@ -384,8 +384,8 @@ def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> Non
         "power": 102,
         "power_limit": 300,
     }
-    assert Gpus.of((first, second)) == Gpus(32 * GIB, 13 * GIB, "amd", "", (first, second))
-    assert hardware.detect_capability("", Gpus.of((second,)), tmp_path / "none") == "amd"
+    assert GpuTotals.of((first, second)) == GpuTotals(32 * GIB, 13 * GIB, "amd", "", (first, second))
+    assert hardware.detect_capability("", GpuTotals.of((second,)), tmp_path / "none") == "amd"
 
 
 async def test_an_engine_takes_what_its_processes_take_on_all_gpus(library: Library) -> None:
@@ -458,7 +458,7 @@ def test_what_an_amd_card_does_not_tell_is_absent(tmp_path: Path) -> None:
     amd_card(tmp_path, 2, mem_info_vram_used="nonsense")
     (only,) = AmdGpus(tmp_path).read()
     assert (only.uuid, only.name, only.utilization) == ("", "AMD GPU", None)
-    assert Gpus.of((only,)) == Gpus(16 * GIB, 13 * GIB, "amd", "", None)
+    assert GpuTotals.of((only,)) == GpuTotals(16 * GIB, 13 * GIB, "amd", "", None)
 
 
 def test_the_first_driver_of_the_machine_is_read(library: Library, tmp_path: Path) -> None:
@@ -501,8 +501,8 @@ async def test_intel_gpus_are_read_from_the_files_of_their_drivers(tmp_path: Pat
         (48 * GIB, None, "intel"),
         (16 * GIB, None, "intel"),
     ]
-    assert Gpus.of(gpus) == Gpus(64 * GIB, None, "intel", "", None)
-    assert hardware.detect_capability("", Gpus.of(gpus), tmp_path / "none") == "intel"
+    assert GpuTotals.of(gpus) == GpuTotals(64 * GIB, None, "intel", "", None)
+    assert hardware.detect_capability("", GpuTotals.of(gpus), tmp_path / "none") == "intel"
     reader = GpuReader(FirstDriver(AmdGpus(tmp_path), IntelGpus(tmp_path)))
     assert not {"gpus", "available_vram"} & set(await measure_figures(tmp_path, reader))
 

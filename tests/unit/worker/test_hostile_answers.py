@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.messaging.servers import Servers
-from localai_cluster.worker.control_plane import ANSWER_LIMIT, CallFailed, ControlPlane, ServerKind
+from localai_cluster.worker.control_plane import MAX_RESPONSE_BYTES, CallFailed, ControlPlane, ServerKind
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.registration import BusCredentials
 from tests.support.effort import EFFORT
@@ -133,4 +133,4 @@ async def test_an_answer_without_an_end_is_not_read_to_its_end(tmp_path: Path) -
     plane = ControlPlane("http://c", "tok", NodeIdentity(tmp_path), "1f" * 16, client)
     with pytest.raises(CallFailed, match="answers with more than"):
         await plane.heartbeat("n", {})
-    assert sent <= ANSWER_LIMIT + 200_000
+    assert sent <= MAX_RESPONSE_BYTES + 200_000

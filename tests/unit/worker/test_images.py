@@ -111,7 +111,7 @@ def test_which_images_have_others_in_their_place() -> None:
         f"h.test/a@sha256:{'0' * 64}",
         "x",
     ):
-        assert references.fallbacks(uri) == ()
+        assert references.fallback_images(uri) == ()
 
 
 @pytest.mark.rule("worker-18.6")
@@ -250,7 +250,7 @@ async def test_a_full_disk_is_told_before_the_first_layer(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup.registry.push("a/one", [layer(RUN)])
-    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    monkeypatch.setattr(source_files, "HEADROOM_BYTES", 2**62)
     with pytest.raises(DiskFull, match="Free up space"):
         await setup.install()
     assert setup.registry.seen("storage") == []
@@ -266,7 +266,7 @@ async def test_a_disk_that_fills_up_keeps_no_layer(setup: Setup, monkeypatch: py
         digest.update(piece)
 
     setup.registry.push("a/one", [layer(RUN), layer(entry("b", os.urandom(3_000_000)))])
-    monkeypatch.setattr(download, "_write", fill_up)
+    monkeypatch.setattr(download, "_write_piece", fill_up)
     with pytest.raises(DiskFull, match="Free up space"):
         await setup.install()
     assert len(setup.registry.seen("storage")) == 2
@@ -297,7 +297,7 @@ async def test_a_layer_with_another_digest_is_never_unpacked(
     setup.registry.push("a/one", [layer(RUN)])
     [digest] = [digest for digest in setup.registry.blobs if setup.registry.blobs[digest] != b"{}"]
     setup.registry.blobs[digest] = layer(RUN, entry("more"))
-    monkeypatch.setattr(archives, "_open", lambda *_: pytest.fail("the layer was read"))
+    monkeypatch.setattr(archives, "_open_tar", lambda *_: pytest.fail("the layer was read"))
     with pytest.raises(ClusterError, match="the image says"):
         await setup.install()
     assert setup.left_over() == []
@@ -699,7 +699,11 @@ def test_bombs_of_all_layers_together_are_refused(tmp_path: Path, monkeypatch: p
     """By size, by entries, by folders that only paths name; nothing is written."""
     deep = "/".join("d" * 1 for _ in range(500))
     for name, limit, layers in (
-        ("MAX_BYTES", 1_000_000, [zstandard.compress(layer(entry(f"x{n}", bytes(600_000)))) for n in "ab"]),
+        (
+            "MAX_UNPACKED_BYTES",
+            1_000_000,
+            [zstandard.compress(layer(entry(f"x{n}", bytes(600_000)))) for n in "ab"],
+        ),
         ("MAX_ENTRIES", 3, [layer(entry("a"), entry("b")), layer(entry("c"), entry("d"))]),
         ("MAX_ENTRIES", 400, [layer(entry(deep))]),
         (

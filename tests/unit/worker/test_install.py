@@ -28,7 +28,7 @@ from localai_cluster.worker.backend_store import (
 )
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.install_commands import requested_name
-from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, replace_folder
 from localai_cluster.worker.progress import Tick, ignore_tick
 from localai_cluster.worker.source_files import BadSource, Stopped, Throttle, copy_tree
 
@@ -128,7 +128,7 @@ def test_odd_things_in_the_source_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_before_a_byte_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    monkeypatch.setattr(source_files, "HEADROOM_BYTES", 2**62)
     with pytest.raises(BadSource, match="Free up space"):
         copy_tree(backend(tmp_path / "s"), tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None)
     assert not (tmp_path / "t").exists()
@@ -176,7 +176,7 @@ def test_a_swap_that_fails_leaves_the_old_version(tmp_path: Path, failing: int) 
         os.rename(old, new)
 
     with pytest.raises(OSError, match="no"):
-        swap(staged, target, rename)
+        replace_folder(staged, target, rename)
     assert "old" in (target / "run.sh").read_text()
     assert not (tmp_path / "b.install-backup").exists()
 

@@ -22,10 +22,10 @@ from localai_cluster.worker import hardware, identity, lifecycle
 from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.engines import EngineSupervisor
-from localai_cluster.worker.hardware import Gpus, system_facts
+from localai_cluster.worker.hardware import GpuTotals, system_facts
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.progress import ProgressStream, Tick, build_event
-from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
+from localai_cluster.worker.registration import GaveUp, body, register, retry_pauses, running_processes
 
 
 def config(**given: str) -> Config:
@@ -182,7 +182,9 @@ async def test_the_worker_ends_in_order(tmp_path: Path, monkeypatch: pytest.Monk
 def test_registration_body() -> None:
     """worker.md §5.1: what is always sent, what only when known."""
     made = config(node_labels="a=b, c = d ,odd", max_replicas_per_model="2", node_name="n", addr="h:2")
-    told = body(made, "nvidia", Gpus(8, 4, "nvidia", "8.9"), {"total_ram": 10, "available_ram": 5}, "5" * 64)
+    told = body(
+        made, "nvidia", GpuTotals(8, 4, "nvidia", "8.9"), {"total_ram": 10, "available_ram": 5}, "5" * 64
+    )
     assert told == {
         "name": "n",
         "address": "h:2",
@@ -201,7 +203,7 @@ def test_registration_body() -> None:
         "available_ram": 5,
     }
     assert 0 < system_facts().get("cpu_cores", 1) <= system_facts()["cpu_count"]
-    full_disk = body(config(vram_budget="80%"), "default", Gpus(), {"available_disk": 0}, "")
+    full_disk = body(config(vram_budget="80%"), "default", GpuTotals(), {"available_disk": 0}, "")
     assert full_disk["available_disk"] == 0
 
 
@@ -232,7 +234,7 @@ async def test_registration_gives_up_after_a_hundred_attempts() -> None:
     with pytest.raises(GaveUp, match="failed 100 times"):
         await register(Refusing(), told, sleep)  # type: ignore[arg-type]
     assert slept[:6] == [2, 4, 8, 16, 30, 30]
-    assert slept == list(pauses())
+    assert slept == list(retry_pauses())
     assert len(slept) == 99
 
 
@@ -336,17 +338,17 @@ def test_gpus_are_summed_and_nonsense_left_out() -> None:
     found = hardware.parse_gpus(text)
     assert (found.total, found.free) == (2 * 24564 * 2**20, 44000 * 2**20)
     assert (found.vendor, found.compute_capability) == ("nvidia", "8.9")
-    assert hardware.parse_gpus("no devices") == Gpus()
+    assert hardware.parse_gpus("no devices") == GpuTotals()
 
 
 def test_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """worker.md §18.4: forced, run file, small or no GPU, vendor."""
     noted = tmp_path / "capability"
-    big = Gpus(24 * 2**30, 0, "nvidia", "8.9")
+    big = GpuTotals(24 * 2**30, 0, "nvidia", "8.9")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert hardware.detect_capability("forced", big, noted) == "forced"
-    assert hardware.detect_capability("", Gpus(), noted) == "default"
-    assert hardware.detect_capability("", Gpus(4 * 2**30, 0, "nvidia"), noted) == "default"
+    assert hardware.detect_capability("", GpuTotals(), noted) == "default"
+    assert hardware.detect_capability("", GpuTotals(4 * 2**30, 0, "nvidia"), noted) == "default"
     assert hardware.detect_capability("", big, noted).startswith("nvidia")
     noted.write_text(" metal\n")
     assert hardware.detect_capability("", big, noted) == "metal"

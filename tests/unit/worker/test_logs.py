@@ -27,10 +27,10 @@ from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import (
-    BYTES,
-    LINE_LIMIT,
-    LINES,
+    DEFAULT_RING_BYTES,
+    DEFAULT_RING_LINES,
     MAX_ENDED_RINGS,
+    MAX_LINE_LENGTH,
     LogLine,
     LogRings,
     clean_line,
@@ -62,11 +62,11 @@ def texts(lines: list[LogLine]) -> list[str]:
 @pytest.mark.rule("worker-11")
 def test_a_ring_holds_the_last_lines_and_replicas_are_merged_by_time() -> None:
     rings = LogRings()
-    for number in range(LINES + 5):
+    for number in range(DEFAULT_RING_LINES + 5):
         rings.append("m#0", line(str(number), 10))
     rings.append("m#1", line("between", 5, "stderr"))
     rings.append("other#0", line("x"))
-    assert len(rings.lines("m#0")) == LINES
+    assert len(rings.lines("m#0")) == DEFAULT_RING_LINES
     assert rings.lines("m#0")[0].text == "5"
     assert texts(rings.lines("m"))[:2] == ["between", "5"]
     assert texts(rings.lines("m#1")) == ["between"]
@@ -91,10 +91,10 @@ def test_the_output_of_engines_that_ended_stays_for_a_while() -> None:
     for number in range(MAX_ENDED_RINGS + 2):
         rings.append(f"m{number}#0", line("last words"))
     rings.append("runs#0", line("first"))
-    rings.ended("m0#0")
+    rings.mark_ended("m0#0")
     rings.append("m0#0", line("started again"))
     for number in range(1, MAX_ENDED_RINGS + 2):
-        rings.ended(f"m{number}#0")
+        rings.mark_ended(f"m{number}#0")
     assert rings.lines("m1#0") == []
     assert texts(rings.lines("m2#0")) == ["last words"]
     assert texts(rings.lines("m0#0")) == ["last words", "started again"]
@@ -108,16 +108,16 @@ async def test_a_slow_follower_keeps_nothing_and_learns_what_it_missed() -> None
         rings.append("m#0", line(str(number)))
     with rings.follow("m") as place:
         # What was gone before it came is not missing.
-        assert place.take() == (rings.lines("m#0"), 0)
+        assert place.take_unread() == (rings.lines("m#0"), 0)
         assert not place.news.is_set()
         for number in range(12, 37):
             rings.append("m#0", line(str(number)))
         rings.append("other#0", line("x"))
-        lines, lost = place.take()
+        lines, lost = place.take_unread()
         assert (texts(lines), lost) == ([str(number) for number in range(27, 37)], 15)
-        assert place.take() == ([], 0)
+        assert place.take_unread() == ([], 0)
         rings.append("m#1", line("a replica that came later"))
-        assert texts(place.take()[0]) == ["a replica that came later"]
+        assert texts(place.take_unread()[0]) == ["a replica that came later"]
 
 
 @pytest.mark.rule("worker-11")
@@ -128,8 +128,8 @@ async def test_a_slow_follower_keeps_nothing_and_learns_what_it_missed() -> None
         (b"10 %\r50 %\r100 %\r", "100 %"),
         (b"bad \xff\xfe bytes", "bad \ufffd\ufffd bytes"),
         (f"token {TOKEN}!".encode(), "token ***!"),
-        (b"x" * LINE_LIMIT, "x" * LINE_LIMIT),
-        (b"x" * (LINE_LIMIT + 1), "x" * (LINE_LIMIT - 6) + " [cut]"),
+        (b"x" * MAX_LINE_LENGTH, "x" * MAX_LINE_LENGTH),
+        (b"x" * (MAX_LINE_LENGTH + 1), "x" * (MAX_LINE_LENGTH - 6) + " [cut]"),
     ],
 )
 def test_a_line_as_it_is_kept(raw: bytes, text: str) -> None:
@@ -150,7 +150,7 @@ async def test_an_endless_line_is_one_line_and_tells_no_part_of_the_token(tmp_pa
         await supervisor.close()
     first, *rest = rings.lines("m#0")
     assert set(first.text) == {"*"}
-    assert len(first.text) <= LINE_LIMIT
+    assert len(first.text) <= MAX_LINE_LENGTH
     assert [(one.stream, one.text) for one in rest] == [
         ("stdout", "after"),
         ("stderr", "[engine ended: exit 3]"),
@@ -172,7 +172,7 @@ def test_wrong_bounds_are_named(given: dict[str, str], name: str) -> None:
     config = build({"register_to": "http://c:1", "log_lines": "10000", "log_bytes": "65536"}, {})
     assert (config.log_lines, config.log_bytes) == (10_000, 65_536)
     config = build({"register_to": "http://c:1"}, {})
-    assert (config.log_lines, config.log_bytes) == (LINES, BYTES)
+    assert (config.log_lines, config.log_bytes) == (DEFAULT_RING_LINES, DEFAULT_RING_BYTES)
 
 
 class Served:
@@ -329,11 +329,11 @@ async def test_a_new_token_ends_the_readers_who_came_with_the_former_one(served:
     """D-LOG-TOKEN: the worker serves another kind of server now."""
     async with served.tail("m") as reader:
         await reader.recv()
-        served.application.end_readers()
+        served.application.close_log_sockets()
         with pytest.raises(websockets.ConnectionClosed) as closed:
             await reader.recv()
         assert closed.value.rcvd is not None
-        assert closed.value.rcvd.code == http_server.TOKEN_CHANGED
+        assert closed.value.rcvd.code == http_server.TOKEN_CHANGED_CLOSE_CODE
     async with served.tail("m") as reader:
         assert json.loads(await reader.recv())["type"] == "initial"
 
@@ -363,7 +363,7 @@ async def test_a_reader_that_leaves_or_talks_does_no_harm(served: Served) -> Non
 async def test_pages_of_another_host_and_too_many_readers_are_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "READERS", 1)
+    monkeypatch.setattr(http_server, "MAX_LOG_FOLLOWERS", 1)
     async with served.tail("m", headers={"Origin": f"http://{served.address}"}):
         for headers, status in (({"Origin": "http://evil.example"}, 403), ({}, 503)):
             with pytest.raises(websockets.InvalidStatus) as refused:
@@ -375,7 +375,7 @@ async def test_pages_of_another_host_and_too_many_readers_are_refused(
 async def test_a_reader_that_does_not_read_is_dropped_and_costs_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_server, "WRITE_LIMIT", 0.3)
+    monkeypatch.setattr(http_server, "WRITE_TIMEOUT", 0.3)
     served = Served(LogRings(lines=1000, size=64 * 1024))
     async with (
         serving(served.listener, served.application),
@@ -397,7 +397,7 @@ async def test_a_reader_that_does_not_read_is_dropped_and_costs_little(
 async def test_a_burst_tells_that_lines_are_missing(served: Served) -> None:
     async with served.tail("m") as reads:
         await reads.recv()
-        for number in range(LINES + 7):
+        for number in range(DEFAULT_RING_LINES + 7):
             served.rings.append("m#0", line(str(number)))
         first, second = [json.loads(await reads.recv())["line"] for _ in range(2)]
         assert (first["stream"], first["text"]) == (

@@ -14,12 +14,12 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message
 from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.worker import commands
-from localai_cluster.worker.commands import CATCH_UP_SECONDS, PAUSE_THRESHOLD, Commands, Pauses
+from localai_cluster.worker.commands import CATCH_UP_SECONDS, PAUSE_THRESHOLD_SECONDS, Commands, Pauses
 from tests.support.bus import PlayedBus
 from tests.support.effort import EFFORT
 from tests.support.message_faults import faulty
 
-PAUSED = PAUSE_THRESHOLD + 1
+PAUSED = PAUSE_THRESHOLD_SECONDS + 1
 
 
 def ticked(*, after: float) -> tuple[Pauses, float]:
@@ -35,7 +35,7 @@ def ticked(*, after: float) -> tuple[Pauses, float]:
     [
         (1.0, -0.5, False),
         (1.0, 0.5, False),
-        (PAUSE_THRESHOLD, -0.5, False),
+        (PAUSE_THRESHOLD_SECONDS, -0.5, False),
         (PAUSED, -0.5, True),
         (PAUSED, 0.5, True),
         (PAUSED, CATCH_UP_SECONDS, True),
@@ -57,7 +57,7 @@ def test_what_may_have_been_sent_before_a_pause(after: float, arrived: float, la
 @pytest.mark.rule("nats-6.1")
 async def test_a_pause_is_noticed_and_over_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ticks go on for as long as the worker lives."""
-    monkeypatch.setattr(commands, "_TICK", 0.001)
+    monkeypatch.setattr(commands, "_TICK_SECONDS", 0.001)
     found = Pauses()
     found._ticked_at -= PAUSED
 

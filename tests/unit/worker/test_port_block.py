@@ -10,7 +10,7 @@ from threading import Barrier
 import pytest
 
 from localai_cluster.worker.config import Config, InvalidSettings, build
-from localai_cluster.worker.ports import BLOCK, open_probe_listener
+from localai_cluster.worker.ports import BLOCK_SIZE, open_probe_listener
 
 BASE = 21051
 
@@ -50,10 +50,10 @@ def test_workers_that_start_together_get_ports_of_their_own(tmp_path: Path, kept
         found = list(threads.map(start, range(8)))
     assert len({one.base_port for one in found}) == 8
     for one in found:
-        assert one.base_port % BLOCK == BASE % BLOCK
+        assert one.base_port % BLOCK_SIZE == BASE % BLOCK_SIZE
         assert one.advertise_addr == f"127.0.0.1:{one.base_port}"
         assert one.advertise_http_addr == f"127.0.0.1:{one.base_port - 1}"
-        assert one.max_port < one.base_port + BLOCK - 1
+        assert one.max_port < one.base_port + BLOCK_SIZE - 1
 
 
 def test_a_restarted_worker_gets_its_ports_back(tmp_path: Path, kept: ExitStack) -> None:

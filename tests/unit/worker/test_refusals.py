@@ -11,8 +11,8 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, ServerKind
-from localai_cluster.worker.engine_exits import MAX_REPORTS, REPORT_MAX_AGE_SECONDS, Exits
-from localai_cluster.worker.heartbeats import EXIT_DELAY, HeartbeatLoop
+from localai_cluster.worker.engine_exits import MAX_REPORTS_PER_HEARTBEAT, REPORT_MAX_AGE_SECONDS, Exits
+from localai_cluster.worker.heartbeats import FIGURES_AFTER_EXIT_SECONDS, HeartbeatLoop
 
 
 async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], list[str]]:
@@ -223,7 +223,7 @@ async def test_figures_follow_soon_after_an_end(beating: Beating, monkeypatch: p
     monkeypatch.setattr(beating.exits, "wait_for_exit", wait_for_exit)
     with contextlib.suppress(asyncio.CancelledError):
         await beating.heart.run()
-    assert waits == [10, EXIT_DELAY, 10, 10]
+    assert waits == [10, FIGURES_AFTER_EXIT_SECONDS, 10, 10]
 
 
 @pytest.mark.rule("worker-6")
@@ -255,7 +255,7 @@ async def test_what_no_one_takes_is_given_up(beating: Beating) -> None:
 
 
 async def test_of_many_ends_every_beat_tells_some_that_were_not_told(beating: Beating) -> None:
-    for number in range(MAX_REPORTS + 3):
+    for number in range(MAX_REPORTS_PER_HEARTBEAT + 3):
         beating.exits.add(f"m#{number}", 7000 + number)
     assert await beating.exits.wait_for_exit(0)
     await beating.heart.send(hurried=True)
@@ -263,5 +263,5 @@ async def test_of_many_ends_every_beat_tells_some_that_were_not_told(beating: Be
     await beating.heart.send(hurried=True)
     assert not await beating.exits.wait_for_exit(0)
     first, second = reported(beating)
-    assert (len(first), len(second)) == (MAX_REPORTS, MAX_REPORTS)
-    assert len({one["process_key"] for one in first + second}) == MAX_REPORTS + 3
+    assert (len(first), len(second)) == (MAX_REPORTS_PER_HEARTBEAT, MAX_REPORTS_PER_HEARTBEAT)
+    assert len({one["process_key"] for one in first + second}) == MAX_REPORTS_PER_HEARTBEAT + 3

@@ -27,7 +27,7 @@ from localai_cluster.worker.control_plane import (
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.heartbeats import HeartbeatLoop
 from localai_cluster.worker.identity import NodeIdentity
-from localai_cluster.worker.registration import NO_CREDENTIALS_PAUSE, BusCredentials
+from localai_cluster.worker.registration import NO_CREDENTIALS_PAUSE_SECONDS, BusCredentials
 from tests.support.ports import free_port
 
 CLUSTER, STOCK = ServerKind.CLUSTER, ServerKind.STOCK
@@ -297,10 +297,10 @@ async def test_a_bus_that_wants_credentials_makes_no_worker_flood_a_frontend_tha
             await asyncio.sleep(1)
             chosen.refused()
         assert "requires credentials" in chosen.problem
-        assert len(registrations) == HOUR / NO_CREDENTIALS_PAUSE
+        assert len(registrations) == HOUR / NO_CREDENTIALS_PAUSE_SECONDS
         bus.connected = True
         await asyncio.sleep(HOUR)
-        assert len(registrations) == HOUR / NO_CREDENTIALS_PAUSE, "it was let in meanwhile"
+        assert len(registrations) == HOUR / NO_CREDENTIALS_PAUSE_SECONDS, "it was let in meanwhile"
 
 
 class Life:

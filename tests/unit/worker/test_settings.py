@@ -206,7 +206,7 @@ async def test_the_check_names_ports_that_are_taken(tmp_path: Path) -> None:
 
 async def test_the_check_looks_at_no_ports_while_the_worker_runs(tmp_path: Path) -> None:
     given = on_machine(tmp_path, http_addr="192.0.2.1:1")
-    with identity.claim(given.data_dir):
+    with identity.lock_data_folder(given.data_dir):
         lines = await check.report_machine(given)
     assert problems(lines) == []
     assert any("a worker runs with" in line for line in lines)
