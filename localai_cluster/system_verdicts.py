@@ -94,7 +94,7 @@ class Facts:
     """None while the database is unreachable; then `database` is empty."""
     probes: Mapping[str, tuple[str, datetime]]
     processes: Sequence[Process] = ()
-    web_silent_after: float = controllers.SILENT_AFTER
+    web_silent_after: float = controllers.SILENCE_LIMIT
     """Seconds without a heartbeat after which a web process counts as dead."""
     schedules: Sequence[Schedule] = ()
     tasks_wait_since: datetime | None = None
@@ -171,7 +171,7 @@ def _probe_verdict(facts: Facts, id: str, name: str, hint: str) -> Verdict:
 
 def _alive_processes(facts: Facts, kind: str, now: datetime) -> list[Process]:
     """Return the processes of a kind with a recent heartbeat; a row stays for some time after its process."""
-    limit = facts.web_silent_after if kind == "web" else controllers.SILENT_AFTER
+    limit = facts.web_silent_after if kind == "web" else controllers.SILENCE_LIMIT
     silent = timedelta(seconds=limit)
     return [
         process for process in facts.processes if process.kind == kind and now - process.seen_at <= silent

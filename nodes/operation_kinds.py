@@ -77,7 +77,7 @@ def _remove_definition(context: HandlerContext) -> Handler:
 
 def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> tuple[str, str]:
     """Return a key and element of its own, so that a request for all nodes does not join a retry on fewer."""
-    return bulk.identity(operation.kind, operation.payload["options"], node_ids)
+    return bulk.key_and_element(operation.kind, operation.payload["options"], node_ids)
 
 
 _BACKEND_TASKS = {
@@ -104,7 +104,7 @@ class NodeHooks:
         """Return the node with that name, id or id prefix."""
         from nodes.management import lookup
 
-        return lookup.node(text).id
+        return lookup.find_node(text).id
 
 
 def register() -> None:

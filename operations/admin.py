@@ -24,7 +24,7 @@ admin.site.unregister(Schedule)
 
 @admin.register(Schedule)
 class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
-    """The schedules. The library represents a pause as "0 repeats"."""
+    """Admin of schedules. The library represents a paused schedule as "0 repeats"."""
 
     list_display: Any = ("name", "cron", "running", "next_run", "get_last_run", "get_success")
     list_display_links: Any = ("name",)
@@ -45,7 +45,7 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
 
     @admin.action(description="Resume the selected schedules", permissions=["change"])
     def resume(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
-        """Resume the schedules: each runs now, and then at its planned times."""
+        """Resume the schedules: each one runs now, and then at its planned times."""
         rows = queryset.filter(repeats=0)
         self.message_user(
             request, f"Resumed: {_change_schedules('resumed', rows, repeats=-1, next_run=clock.now())}"
@@ -75,7 +75,7 @@ class TargetInline(ObservedInline):
 
 @admin.register(Operation)
 class OperationAdmin(Observed):
-    """Operations, newest first."""
+    """Admin of operations, newest first; read-only."""
 
     list_display = (
         *("kind", "element", "node_name", "status", "progress", "message", "actor", "client_address"),
@@ -88,13 +88,13 @@ class OperationAdmin(Observed):
 
     @admin.display(description="page")
     def page(self, operation: Operation) -> SafeString:
-        """Return a link to the live page."""
+        """Return a link to the operation's live page."""
         return format_html('<a href="/app/operations/{}">Open the live page</a>', operation.pk)
 
 
 @admin.register(OperationTarget)
 class OperationTargetAdmin(Observed):
-    """Progress per node over all operations."""
+    """Admin of targets: the progress of all operations on each node; read-only."""
 
     list_display = ("operation", "node_name", "status", "percentage", "phase", "error")
     list_filter = ("status",)
@@ -103,13 +103,13 @@ class OperationTargetAdmin(Observed):
 
 @admin.register(Sequence)
 class SequenceAdmin(Observed):
-    """The sequence behind the numbers of changes."""
+    """Admin of the counter that numbers changes of operations; read-only."""
 
     list_display = ("id", "value")
 
 
 @admin.register(ControllerBeat)
 class ControllerBeatAdmin(Observed):
-    """Running controllers."""
+    """Admin of the running controllers; read-only."""
 
     list_display = ("owner", "version", "started_at", "seen_at", "bus_connected")

@@ -1,4 +1,4 @@
-"""Causes of failures: error texts without the parts that differ from node to node. Pure."""
+"""Causes of failures: error texts without what differs from node to node. Pure."""
 
 import re
 from collections.abc import Collection
@@ -7,24 +7,24 @@ from functools import lru_cache
 MAX_ERROR_LENGTH = 500
 """Maximum characters of an error that are read, because a worker may send a whole log."""
 MAX_CAUSE_LENGTH = 200
-MAX_REMEMBERED = 16_384
-"""Maximum number of errors with a cached cause, about 20 MB. A page reads fewer errors at once."""
+MAX_CACHED_CAUSES = 16_384
+"""Maximum number of errors whose cause is cached, about 20 MB. A page reads fewer errors at once."""
 UNKNOWN_CAUSE = "No reason given"
 _PLACEHOLDER = "…"
-_SHORT_NAME = 3
+_MIN_NAME_LENGTH = 3
 """Minimum characters of a name that is replaced anywhere.
 
-A shorter name may be an ordinary word: it is replaced only after a word of `_BEFORE_A_NAME`.
+A shorter name may be an ordinary word: it is replaced only after one of `_WORDS_BEFORE_NAME`.
 """
-_BEFORE_A_NAME = ("node ", "worker ", "on ", "to ", "from ")
-_STATUS = (
+_WORDS_BEFORE_NAME = ("node ", "worker ", "on ", "to ", "from ")
+_STATUS_PATTERN = (
     r"\b(?:HTTP(?:/\d(?:\.\d)?)?|status|code|answered|returned|signal)[ :=]{1,2}(?:code |status )?\d{1,3}\b"
 )
-"""A number that is part of the cause: an HTTP status, an exit code, a signal."""
-_VARIABLE = re.compile(
+"""Matches a number that belongs to the cause: an HTTP status, an exit code, a signal."""
+_VARIABLE_PATTERN = re.compile(
     "|".join(
         (
-            rf"(?P<kept>{_STATUS}|(?-i:\b[45]\d\d(?= [A-Z][a-z]{{2}})))",
+            rf"(?P<kept>{_STATUS_PATTERN}|(?-i:\b[45]\d\d(?= [A-Z][a-z]{{2}})))",
             r"\b[a-z][a-z0-9+.-]{1,15}://[^\s\"'<>]+",
             # A host with a path, as in the errors of sources.
             r"\b(?:[a-z0-9-]+\.)+[a-z0-9-]+(?::\d{1,5})?/[^\s:,;\"'()<>]*",
@@ -42,12 +42,12 @@ _VARIABLE = re.compile(
     ),
     re.IGNORECASE,
 )
-_QUOTED_GAP = re.compile(rf"([\"']){_PLACEHOLDER}\1")
-_LIST = re.compile(rf"{_PLACEHOLDER}(?:, {_PLACEHOLDER})+")
+_QUOTED_PLACEHOLDER_PATTERN = re.compile(rf"([\"']){_PLACEHOLDER}\1")
+_LIST_PATTERN = re.compile(rf"{_PLACEHOLDER}(?:, {_PLACEHOLDER})+")
 
 
 def cause_of(error: str, names: Collection[str] = (), *, every_name: bool = False) -> str:
-    """Return the cached cause of an error (`_cause_of`): rows are read far more often than they change.
+    """Return the cause of an error (see `_cause_of`) from a cache, because a row is read many times.
 
     With `every_name`, short names are replaced anywhere too.
     """
@@ -55,7 +55,7 @@ def cause_of(error: str, names: Collection[str] = (), *, every_name: bool = Fals
     return _cause_of(error[:MAX_ERROR_LENGTH], longest_first, every_name)
 
 
-@lru_cache(maxsize=MAX_REMEMBERED)
+@lru_cache(maxsize=MAX_CACHED_CAUSES)
 def _cause_of(error: str, names: tuple[str, ...], every_name: bool) -> str:
     """Return the cause of an error as one line. Errors with the same text have the same cause.
 
@@ -64,23 +64,23 @@ def _cause_of(error: str, names: tuple[str, ...], every_name: bool) -> str:
     """
     text = " ".join(error.split())
     for name in names:
-        text = _without_name(text, name, 1 if every_name else _SHORT_NAME)
-    text = _VARIABLE.sub(lambda match: match["kept"] or _PLACEHOLDER, text)
-    text = _LIST.sub(_PLACEHOLDER, _QUOTED_GAP.sub(_PLACEHOLDER, text)).strip()
+        text = _replace_name(text, name, 1 if every_name else _MIN_NAME_LENGTH)
+    text = _VARIABLE_PATTERN.sub(lambda match: match["kept"] or _PLACEHOLDER, text)
+    text = _LIST_PATTERN.sub(_PLACEHOLDER, _QUOTED_PLACEHOLDER_PATTERN.sub(_PLACEHOLDER, text)).strip()
     if len(text) > MAX_CAUSE_LENGTH:
         text = text[: MAX_CAUSE_LENGTH - 1] + _PLACEHOLDER
     return text or UNKNOWN_CAUSE
 
 
-def _without_name(text: str, name: str, shortest: int) -> str:
+def _replace_name(text: str, name: str, shortest: int) -> str:
     """Replace each occurrence of the name as a whole word.
 
-    A name of fewer than `shortest` characters is replaced only after a word of `_BEFORE_A_NAME`.
+    A name of fewer than `shortest` characters is replaced only after one of `_WORDS_BEFORE_NAME`.
     """
     kept, start, at = [], 0, text.find(name)
     while at >= 0:
         end = at + len(name)
-        is_name = len(name) >= shortest or text[:at].endswith(_BEFORE_A_NAME)
+        is_name = len(name) >= shortest or text[:at].endswith(_WORDS_BEFORE_NAME)
         if is_name and _is_whole_word(text, at, end):
             kept += [text[start:at], _PLACEHOLDER]
             start = end

@@ -26,7 +26,7 @@ class HandlerContext:
 
 
 class Targets(Protocol):
-    """Cancellation and retry of operations whose targets run independently (`Operation.by_parts`)."""
+    """How to cancel and retry operations whose targets run independently (`Operation.by_parts`)."""
 
     def cancel(self, operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None) -> Operation:
         """Cancel the operation, or its target on one node."""
@@ -42,26 +42,26 @@ class OperationKind(KindFacts):
     """One kind of operation: its properties for clients, and its functions."""
 
     handler: Callable[[HandlerContext], Handler] | None = None
-    """Creates the handler of a controller. None: each target runs as an intent."""
+    """Creates the handler of a controller. None: each target runs as an intent (a command that waits for one
+    node)."""
     targets: Targets | None = None
-    """Cancellation and retry if the targets run independently. None: they concern the operation as a whole.
-    """
+    """How to cancel and retry independent targets. None: an operation is cancelled and retried as a whole."""
     retry_identity: Callable[[Operation, Sequence[UUID]], tuple[str, str]] | None = None
-    """Returns key and element of a retry on fewer nodes. None: a retry has the operation's key and element.
-    """
+    """Returns key and element of a retry on fewer nodes. None: those of the operation."""
     cancel: Callable[[Operation, str, datetime], Operation] | None = None
-    """Cancels an operation of this kind, with its own requests, for an actor. None: only the operation."""
+    """Cancels an operation together with what it has requested, for an actor. None: only the operation is
+    cancelled."""
     expires: bool = False
-    """True if a retry is abandoned when no request needs it within the install limit."""
+    """True if a retry is abandoned unless a request needs it within the install limit."""
     attempt_keys: tuple[str, ...] = ()
     """Payload keys that attempts write; a retry begins without them."""
 
 
 class Hooks(Protocol):
-    """Functions on nodes and waves that the API and command line of `operations` call."""
+    """Functions of the app `nodes` that the API and command line of `operations` call."""
 
     def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
-        """Add the reason of its wait to each entry."""
+        """Add to each waiting entry the reason of its wait."""
 
     def choose_waves(
         self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
@@ -80,7 +80,7 @@ _hooks: list[Hooks] = []
 
 
 def register(hooks: Hooks, *kinds: OperationKind) -> None:
-    """Set the hooks and add the kinds. A kind replaces an earlier kind of the same name."""
+    """Set the hooks and add the kinds to the registry. A kind replaces a registered kind of the same name."""
     _hooks[:] = [hooks]
     _kinds.update((kind.name, kind) for kind in kinds)
     KINDS.update(_kinds)

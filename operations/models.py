@@ -23,9 +23,9 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeasedRow
 
 SUFFIX_SEPARATOR = "#"
-"""Separator of owner and key suffix in a key such as `model:<name>#<suffix>`."""
+"""Separator of owner and suffix in a key such as `model:<name>#<suffix>`."""
 QUEUED = "queued"
-"""Phase of an operation that no controller is running (O4)."""
+"""Value of `phase` while no controller is running the operation (O4)."""
 
 
 class Status(models.TextChoices):
@@ -39,7 +39,7 @@ class Status(models.TextChoices):
     PROCESSING = "processing"
     """A controller holds the lease and is running it."""
     WAITING = "waiting_for_nodes"
-    """It waits for a node. It is retried at `next_attempt_at`, or when a node that could take it changes."""
+    """It waits for a node. It is retried at `next_attempt_at`, or when a node changes that could run it."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -59,11 +59,11 @@ class TargetStatus(models.TextChoices):
     ERROR = "error"
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"
-    """A newer operation replaced it on this node before it began; `reason` names the newer operation."""
+    """Before it began, a newer operation replaced it on this node; `reason` names that operation."""
 
 
 class Waves(models.TextChoices):
-    """State of an operation that runs in waves. An operator chooses `continued` and `stopped`."""
+    """Progress of an operation that runs in waves. `continued` and `stopped` are choices of an operator."""
 
     RUNNING = "running"
     ASKS = "asks"
@@ -84,7 +84,7 @@ class OperationQuerySet(models.QuerySet["Operation"]):
         return self.filter(status__in=("pending", "processing", "waiting_for_nodes"))
 
     def sharing(self, key: str, element: str) -> Self:
-        """Return the operations on `element` whose key is the key's owner, with any suffix or none.
+        """Return the operations on `element` whose key has the same owner as `key`, whatever their suffix.
 
         A key without a suffix comes from a release that had no suffixes.
         """
@@ -134,9 +134,9 @@ class Operation(LeasedRow):
     payload = models.JSONField(default=dict)
     result = models.JSONField(default=dict)
     by_parts = models.BooleanField(default=False)
-    """True if its targets run independently, each under the lease of its intent.
+    """True if the targets run independently, each under the lease of its intent.
 
-    Its state is then derived from theirs.
+    The operation's state is then derived from theirs.
     """
     waves = models.CharField(max_length=16, choices=Waves, blank=True, default="")
     """State of the waves; empty if all targets run at once."""
@@ -157,7 +157,7 @@ class Operation(LeasedRow):
     """Recent transfer rate; 0 = unknown."""
 
     last_progress_at = models.DateTimeField(null=True, blank=True)
-    """Time of the last progress of this attempt; before that, the time of its start."""
+    """Time at which this attempt last made progress; before that, the time of its start."""
     time_limit_at = models.DateTimeField(null=True, blank=True)
     """Time at which the current step times out; null = the step has no time limit."""
 
@@ -169,9 +169,9 @@ class Operation(LeasedRow):
     """Number of attempts that ended early with a reason. It determines the retry delay."""
     next_attempt_at = models.DateTimeField(default=clock.now)
     needed_until = models.DateTimeField(null=True, blank=True)
-    """Time until which a request needs the operation; an operation that waits longer is abandoned.
+    """Time until which a request needs the operation; null = without limit.
 
-    Null = without limit.
+    A longer wait is abandoned.
     """
     seq = models.BigIntegerField(default=0)
 
@@ -254,7 +254,7 @@ class Operation(LeasedRow):
 
 
 class OperationTarget(models.Model):
-    """Target of an operation: the operation's work on one node."""
+    """A target of an operation: its work on one node."""
 
     operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="targets")
     node_id = models.UUIDField()
@@ -269,11 +269,11 @@ class OperationTarget(models.Model):
     reason = models.TextField(blank=True, default="")
     """Reason of the wait, or a comment on the outcome."""
     intent_id = models.UUIDField(null=True, blank=True)
-    """Id of the intent that runs the target; several operations may share an intent."""
+    """Id of the pending command (intent) that runs the target; several operations may share one."""
     wave = models.SmallIntegerField(null=True, blank=True)
-    """Number of the target's wave, 0 = the canary; null = without waves.
+    """Number of the wave in which the target begins, 0 = the canary; null = without waves.
 
-    It has no intent until the wave opens.
+    A target has no intent until its wave opens.
     """
     attempts = models.IntegerField(default=0)
     """Number of failed attempts; the next attempt is at `next_check_at`."""
@@ -283,7 +283,7 @@ class OperationTarget(models.Model):
     """Time at which the target exceeded its time limit; the worker may still be running it (O19)."""
     last_progress_at = models.DateTimeField(null=True, blank=True)
     time_limit_at = models.DateTimeField(null=True, blank=True)
-    """As in `Operation`, like `last_progress_at`."""
+    """Time at which the current step times out; null = the step has no time limit."""
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
     dismissed_at = models.DateTimeField(null=True, blank=True)
@@ -316,7 +316,7 @@ class OperationTarget(models.Model):
 
 
 class Sequence(models.Model):
-    """The counter for `Operation.seq`: one row, which the writer locks until its commit."""
+    """The counter that numbers changes (`Operation.seq`): one row, locked by its user until the commit."""
 
     id = models.SmallIntegerField(primary_key=True, default=1)
     value = models.BigIntegerField(default=0)
@@ -331,7 +331,7 @@ class Sequence(models.Model):
 
 
 class ControllerBeat(models.Model):
-    """A running controller's last heartbeat, for display (`controllers.py`)."""
+    """The latest heartbeat of a running controller, for display (`controllers.py`)."""
 
     owner = models.CharField(primary_key=True, max_length=64)
     seen_at = models.DateTimeField()
@@ -348,12 +348,12 @@ class ControllerBeat(models.Model):
 
 
 def owner_of(key: str) -> str:
-    """Return the key without its suffix; "" for a key without a suffix."""
+    """Return the part of the key before its suffix; "" if it has none."""
     return key.rpartition(SUFFIX_SEPARATOR)[0]
 
 
 def storable(text: str, longest: int = 64 * 1024) -> str:
-    """Return the text without null bytes, cut to `longest` characters, so that a column can store it.
+    """Return the text as a column can store it: without null bytes, cut to `longest` characters.
 
     An outcome that cannot be written would be computed again after every lost lease.
     """
@@ -361,7 +361,7 @@ def storable(text: str, longest: int = 64 * 1024) -> str:
 
 
 class Event(StrEnum):
-    """An event that changes an operation's status."""
+    """An event that may change an operation's status."""
 
     CLAIM = "claim"
     POSTPONE = "postpone"
@@ -375,7 +375,7 @@ class Event(StrEnum):
 
 @dataclass(frozen=True)
 class Transition:
-    """A transition from any of `sources` to `target`."""
+    """One row of the table: an event leads from any status in `sources` to `target`."""
 
     sources: frozenset[Status]
     target: Status
@@ -425,7 +425,7 @@ TRANSITIONS: dict[Event, Transition] = {
 
 
 def next_status(event: Event, status: str) -> Status:
-    """Return the next status; raise ValueError if the table does not allow `event`."""
+    """Return the status after `event`; raise ValueError if the table does not allow it."""
     if status not in TRANSITIONS[event].sources:
         raise ValueError(f"{event} cannot happen to an operation that is {status}")
     return TRANSITIONS[event].target

@@ -25,7 +25,7 @@ def target_progress(target: OperationTarget) -> float:
 
 
 def aggregate_progress(operation: Operation, parts: Sequence[OperationTarget]) -> None:
-    """Set progress, bytes and message of an operation from its targets."""
+    """Set progress, bytes and message of an operation from those of its targets."""
     done = sum(part.status == TargetStatus.SUCCESS for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
     raise_progress(operation, sum(map(target_progress, parts)) / len(parts))
@@ -37,7 +37,7 @@ def aggregate_progress(operation: Operation, parts: Sequence[OperationTarget]) -
 
 @dataclass(frozen=True)
 class State:
-    """State of an operation as derived from its targets."""
+    """The state of an operation as derived from its targets."""
 
     status: Status
     message: str
@@ -51,9 +51,9 @@ class State:
 
 
 def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
-    """Return the state of an operation of this kind that runs by these targets (O16, O18, O21).
+    """Derive the state of an operation that runs by these targets (O16, O18, O21).
 
-    No targets means no eligible node: a deletion is then completed, every other kind failed.
+    Without targets no node was eligible: a deletion is then completed, every other kind failed.
     """
     deletes = kind.endswith("_delete")
     if not parts:
@@ -63,7 +63,7 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
     attempts = max(part.attempts for part in parts)
     progress = min(sum(map(target_progress, parts)) / len(parts), MAX_RUNNING_PERCENT)
     if not unfinished:
-        return _end_of(parts, progress, attempts)
+        return _final_state(parts, progress, attempts)
     running = [part for part in unfinished if part.status != TargetStatus.QUEUED]
     waits = all(part.waits_for_node for part in unfinished)
     progress_times = [part.last_progress_at for part in running if part.last_progress_at is not None]
@@ -71,7 +71,7 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
     next_looks = [part.next_check_at for part in unfinished if part.next_check_at is not None]
     return State(
         Status.PROCESSING if running else Status.WAITING if waits else Status.PENDING,
-        unfinished[0].reason if len(parts) == 1 else _count(parts, unfinished),
+        unfinished[0].reason if len(parts) == 1 else _count_text(parts, unfinished),
         phase=(unfinished[0].phase if len(parts) == 1 else "") if running else QUEUED,
         progress=progress,
         next_check_at=min(next_looks, default=None),
@@ -81,7 +81,7 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
     )
 
 
-def _end_of(parts: Sequence[OperationTarget], progress: float, attempts: int) -> State:
+def _final_state(parts: Sequence[OperationTarget], progress: float, attempts: int) -> State:
     failed = [part for part in parts if part.status == TargetStatus.ERROR]
     if failed:
         reasons = [part.error if len(parts) == 1 else f"{part.node_name}: {part.error}" for part in failed]
@@ -100,13 +100,13 @@ def awaits_wave(part: OperationTarget) -> bool:
 
 
 def wave_texts(parts: Iterable[OperationTarget]) -> dict[int, str]:
-    """Return the display text of each wave by its number."""
+    """Return the text about each wave, by its number."""
     waves = sorted({part.wave for part in parts if part.wave is not None})
     return {wave: f"wave {number} of {len(waves)}" for number, wave in enumerate(waves, 1)}
 
 
-def _count(parts: Sequence[OperationTarget], unfinished: Sequence[OperationTarget]) -> str:
-    """Return the text with the number of nodes by outcome, the current wave, and the reason of the wait."""
+def _count_text(parts: Sequence[OperationTarget], unfinished: Sequence[OperationTarget]) -> str:
+    """Return a text with the number of nodes by outcome, the current wave, and why the rest waits."""
     done = sum(part.status == TargetStatus.SUCCESS for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
     cancelled = sum(part.status == TargetStatus.CANCELLED for part in parts)
@@ -125,7 +125,7 @@ def _count(parts: Sequence[OperationTarget], unfinished: Sequence[OperationTarge
 
 
 def set_derived_state(operation: Operation, parts: Sequence[OperationTarget], now: datetime) -> None:
-    """Set the operation's state to the state that follows from its targets."""
+    """Set the operation's state to the one that follows from its targets."""
     state = state_of(operation.kind, parts)
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
@@ -141,7 +141,7 @@ def set_derived_state(operation: Operation, parts: Sequence[OperationTarget], no
 
 
 def raise_progress(operation: Operation, percentage: float) -> None:
-    """Raise the operation's progress to `percentage`, but below 100. It never decreases."""
+    """Raise the operation's progress to `percentage`, but below 100. Progress never decreases."""
     operation.progress = min(max(percentage, operation.progress), MAX_RUNNING_PERCENT)
 
 
@@ -154,7 +154,7 @@ def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
 
 
 def restart_targets(operations: Iterable[Operation]) -> None:
-    """Queue the unfinished targets of these operations for a new attempt. Ended targets stay. Two queries."""
+    """Queue the unfinished targets of these operations for a new attempt; ended targets stay. Two queries."""
     rows = {operation.id: operation for operation in operations}
     if not rows:
         return

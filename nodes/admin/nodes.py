@@ -39,11 +39,11 @@ if TYPE_CHECKING:  # generic for the type checker only
 else:
     NodeModelForm = forms.ModelForm
 
-MAX_SELECTED = 500
+MAX_SELECTED_NODES = 500
 MAX_REFUSALS_SHOWN = 20
 REVISIONS_SALT = "nodes.admin.decision"
 
-_FACTS = (
+_FACT_ROWS = (
     ("approved_at", "approved_by", "approval_reason"),
     ("rejected_at", "rejected_by", "reject_reason"),
     ("revoked_at", "revoked_by", "revoke_reason"),
@@ -52,19 +52,19 @@ _FACTS = (
     ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
     ("file_port_failed_at", "file_port_error"),
 )
-"""Rows of facts on the page. A row is shown while its first column has a value."""
-_IDENTITY = (
+"""Facts of a node on its page, one row each. A row is shown while its first column has a value."""
+_IDENTITY_FIELDS = (
     *("identity", "fingerprint", "bound_at", "rotation_requested_at", "source_address", "instance"),
     *("joined_with", "joined_note", "joined_by"),
 )
-_MACHINE = (
+_MACHINE_FIELDS = (
     *("node_type", "address", "http_address", "worker_version", "capability", "system", "hardware", "gpus"),
     *("total_vram", "available_vram", "reserved_vram", "total_ram", "available_ram"),
     *("total_disk", "available_disk", "inventory_at", "inventory_error"),
 )
-_RECORD = ("id", "created_at", "revision")
-_OVERRIDES = ("override_cap", "cap", "override_budget", "budget", "quota", "seen_revision")
-_OVERRIDDEN = (
+_RECORD_FIELDS = ("id", "created_at", "revision")
+_OVERRIDE_FIELDS = ("override_cap", "cap", "override_budget", "budget", "quota", "seen_revision")
+_OVERRIDE_COLUMNS = (
     ("max_replicas_per_model", "max_replicas_per_model_manually_set"),
     ("vram_budget", "vram_budget_bytes", "vram_budget_manually_set"),
 )
@@ -86,11 +86,11 @@ def _last_change(node_id: UUID) -> str:
 
 
 class NodeForm(NodeModelForm):
-    """The overrides of a node, and the revision that the page shows."""
+    """The overrides of a node, and the revision of the node that the page shows."""
 
     override_cap = forms.BooleanField(required=False, label="Override maximum replicas")
     cap = forms.IntegerField(
-        required=False, min_value=1, max_value=overrides.MAX_CAP, label="Maximum replicas per model"
+        required=False, min_value=1, max_value=overrides.MAX_REPLICA_CAP, label="Maximum replicas per model"
     )
     override_budget = forms.BooleanField(required=False, label="Override VRAM budget")
     budget = forms.CharField(
@@ -124,7 +124,7 @@ class NodeForm(NodeModelForm):
         )
 
     def clean(self) -> dict[str, Any]:
-        """Lock the node until the transaction ends. Refuse an edit of an earlier revision."""
+        """Lock the node until the transaction ends. Refuse the edit if the node has changed since."""
         values = super().clean() or self.cleaned_data
         revision = values.get("seen_revision")
         try:
@@ -242,17 +242,17 @@ class LabelInline(ObservedInline):
 
 
 class VendorFilter(admin.AllValuesFieldListFilter):
-    """Django's filter, with a readable choice for nodes without a GPU."""
+    """Filter by GPU vendor, with a readable choice for nodes without a GPU."""
 
     def choices(self, changelist: ChangeList) -> Iterator[Any]:
-        """Return Django's choices; no link is empty."""
+        """Return Django's choices, with a text for the empty vendor."""
         for choice in super().choices(changelist):
             yield {**choice, "display": choice["display"] or "(none)"}
 
 
 @admin.register(BackendNode)
 class BackendNodeAdmin(ModelAdmin):
-    """Nodes; workers add them by their registration."""
+    """Admin of nodes; workers add them by their registration."""
 
     form = NodeForm
     inlines = (LabelInline,)
@@ -279,19 +279,19 @@ class BackendNodeAdmin(ModelAdmin):
 
     def get_fieldsets(self, request: HttpRequest, obj: BackendNode | None = None) -> Any:
         """Return the columns by topic. A user who may only view sees the overrides read-only."""
-        overridden = _OVERRIDES if self.has_change_permission(request, obj) else _OVERRIDDEN
-        facts = [columns for columns in _FACTS if obj is None or getattr(obj, columns[0])]
+        overridden = _OVERRIDE_FIELDS if self.has_change_permission(request, obj) else _OVERRIDE_COLUMNS
+        facts = [columns for columns in _FACT_ROWS if obj is None or getattr(obj, columns[0])]
         return (
             ("State", {"fields": ("state", "last_heartbeat", *facts)}),
             ("Overrides", {"fields": overridden, "description": _OVERRIDES_HELP}),
-            ("Identity", {"fields": _IDENTITY}),
-            ("Machine", {"fields": _MACHINE}),
-            ("Record", {"fields": _RECORD, "classes": ("collapse",)}),
+            ("Identity", {"fields": _IDENTITY_FIELDS}),
+            ("Machine", {"fields": _MACHINE_FIELDS}),
+            ("Record", {"fields": _RECORD_FIELDS, "classes": ("collapse",)}),
         )
 
     def get_readonly_fields(self, request: HttpRequest, obj: BackendNode | None = None) -> list[str]:
         """Return everything that is not an override."""
-        lines = (*_FACTS, *_OVERRIDDEN, _IDENTITY, _MACHINE, _RECORD)
+        lines = (*_FACT_ROWS, *_OVERRIDE_COLUMNS, _IDENTITY_FIELDS, _MACHINE_FIELDS, _RECORD_FIELDS)
         return ["state", "last_heartbeat", *(column for columns in lines for column in columns)]
 
     @admin.display(description="status", ordering="status")
@@ -312,7 +312,7 @@ class BackendNodeAdmin(ModelAdmin):
 
     @admin.display(description="identity", ordering="weak_identity")
     def identity(self, node: BackendNode) -> str:
-        """Return the fingerprint in groups, or the name of the node's other proof of identity."""
+        """Return the node's fingerprint in groups, or the other way in which the node proves its identity."""
         if node.weak_identity:
             return "weak: the shared token only"
         return group_characters(node.fingerprint) or "none: the secret was revoked"
@@ -337,9 +337,9 @@ class BackendNodeAdmin(ModelAdmin):
     def _decide(
         self, request: HttpRequest, queryset: QuerySet[BackendNode], action: Action
     ) -> HttpResponse | None:
-        nodes = list(queryset.order_by("name")[: MAX_SELECTED + 1])
-        if len(nodes) > MAX_SELECTED:
-            self.message_user(request, f"Select at most {MAX_SELECTED} rows.", messages.ERROR)
+        nodes = list(queryset.order_by("name")[: MAX_SELECTED_NODES + 1])
+        if len(nodes) > MAX_SELECTED_NODES:
+            self.message_user(request, f"Select at most {MAX_SELECTED_NODES} rows.", messages.ERROR)
             return None
         data = request.POST if "revisions" in request.POST else None
         form = DecisionForm(data, needs_reason=action.reason == "required")
@@ -353,7 +353,7 @@ class BackendNodeAdmin(ModelAdmin):
         return None
 
     def _run(self, request: HttpRequest, action: Action, revisions: Mapping[str, int], reason: str) -> None:
-        """Decide on each node in a transaction of its own; report the results and refusals."""
+        """Run the action on each node in a transaction of its own; report the results and refusals."""
         actor = of_principal(principals.of_user(request.user))
         refused = 0
         for node_id, revision in revisions.items():
@@ -415,7 +415,7 @@ class BackendNodeAdmin(ModelAdmin):
 
 @admin.register(NodeLabel)
 class NodeLabelAdmin(Observed):
-    """All labels."""
+    """Admin of the labels of all nodes, read-only."""
 
     list_display = ("node", "key", "value", "source")
     list_filter = ("source",)

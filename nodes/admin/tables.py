@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # generic for the type checker only
 else:
     TokenModelForm = forms.ModelForm
 
-_SHOWN_BYTES = 4000
-"""Maximum bytes of a placement log entry that its page shows."""
+_MAX_SHOWN_BYTES = 4000
+"""Maximum bytes that the page shows of a placement log entry."""
 
 
 class JoinTokenForm(TokenModelForm):
@@ -50,7 +50,7 @@ class JoinTokenForm(TokenModelForm):
 
 @admin.register(JoinToken)
 class JoinTokenAdmin(Observed):
-    """Join tokens; the pages, REST and the command line create them."""
+    """Admin of join tokens; the pages, REST and the command line create them."""
 
     form = JoinTokenForm
     list_display = ("__str__", "state", "uses", "max_uses", "expires_at", "created_by", "last_used_by")
@@ -73,7 +73,7 @@ class JoinTokenAdmin(Observed):
         return joining.state(token, clock.now()).replace("_", " ")
 
     def has_change_permission(self, request: HttpRequest, obj: JoinToken | None = None) -> bool:
-        """Return True for users who may change join tokens; nobody can edit a revoked one."""
+        """Return True for users who may change join tokens; a revoked token cannot be edited."""
         is_revoked = obj is not None and obj.revoked_at is not None
         return not is_revoked and request.user.has_perm("nodes.change_jointoken")
 
@@ -94,7 +94,7 @@ class JoinTokenAdmin(Observed):
 
 @admin.register(NodeModel)
 class NodeModelAdmin(Observed):
-    """Replicas, and the engines of nodes that have left."""
+    """Admin of replicas, and of the engines of nodes that have left; read-only."""
 
     list_display = (
         *("model_name", "replica_index", "node", "phase", "reason", "deadline", "stop_error"),
@@ -109,7 +109,7 @@ class NodeModelAdmin(Observed):
 
 
 class RevisionInline(ObservedInline):
-    """The revisions of a definition, without their texts."""
+    """The revisions of a definition without their texts, read-only."""
 
     model = DefinitionRevision
     fields = readonly_fields = ("number", "actor", "origin", "reason", "at")
@@ -118,7 +118,7 @@ class RevisionInline(ObservedInline):
 
 @admin.register(ModelDefinition)
 class ModelDefinitionAdmin(Observed):
-    """Stored definitions; the pages, REST and the command line change them."""
+    """Admin of stored definitions, read-only; the pages, REST and the command line change them."""
 
     list_display = ("name", "origin", "revision", "disabled", "updated_at", "deleted_at")
     list_filter = ("origin", "disabled")
@@ -128,7 +128,7 @@ class ModelDefinitionAdmin(Observed):
 
 @admin.register(PlacementLog)
 class PlacementLogAdmin(Observed):
-    """The snapshots that placement decisions used; `manage.py placement again` reads them."""
+    """Admin of the snapshots that placement decisions used; `manage.py placement again` reads them."""
 
     list_display = ("base", "position", "at", "size")
     search_fields = ("base",)
@@ -149,7 +149,7 @@ class PlacementLogAdmin(Observed):
     @admin.display
     def entry(self, row: PlacementLog) -> str:
         """Return the beginning of the entry."""
-        return bytes(row.body[:_SHOWN_BYTES]).decode(errors="replace")
+        return bytes(row.body[:_MAX_SHOWN_BYTES]).decode(errors="replace")
 
 
 admin.site.register(

@@ -1,4 +1,4 @@
-"""Helpers of the routes for admins: error envelope, node ids, actor, and parts of the API document."""
+"""Helpers of the routes for admins: error envelope, node ids, actor, and shared parts of the API document."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,11 +22,11 @@ MAX_REVISION = 2**31 - 1
 JOB_ID = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 NODE_ID = "5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11"
 MOMENT = "2026-08-22T09:15:04.120394Z"
-FINGERPRINT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+EXAMPLE_FINGERPRINT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 
 class NodeView(APIView):
-    """Base of routes whose errors have the type `node_error`."""
+    """Base of the views whose error bodies have the type `node_error`."""
 
     error_type = "node_error"
     tag = "nodes"
@@ -61,10 +61,10 @@ def actor_of(request: Request) -> Actor:
     return of_principal(principal(request))
 
 
-def edit_arguments(request: Request) -> dict[str, Any]:
-    """Return the arguments of an edit: actor, time, and the revision on which it is based.
+def parse_edit_arguments(request: Request) -> dict[str, Any]:
+    """Parse the arguments of an edit: the actor, the time, and the node's revision that the actor has seen.
 
-    The revision is None if the request names none (UW35). Raises InvalidInput for an invalid revision.
+    The revision is None if the request contains none (UW35). Raises InvalidInput for an invalid revision.
     """
     revision = listing.Parameters(request.query_params, "revision").number("revision", 0, MAX_REVISION)
     return {"actor": actor_of(request), "now": clock.now(), "revision": revision}
@@ -126,7 +126,7 @@ PAGE = [
     response_header("Link", OpenApiTypes.STR, "The first, previous, next and last page (RFC 8288)."),
 ]
 """Parameters and headers of a list with pages."""
-REVISION = query_parameter(
+REVISION_PARAMETER = query_parameter(
     "revision",
     integer_schema(0, MAX_REVISION),
     "The node's revision that the caller has seen: 409 (field `revision`) if it has moved since.",

@@ -1,4 +1,4 @@
-"""Requests for many nodes: a verb of an admin, or the installation of a backend.
+"""Requests for many nodes: an action of an admin, or the installation of a backend.
 
 Each request creates one operation with a target for each node. The operation does not depend on its caller.
 """
@@ -16,8 +16,8 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.rest import Described, validate_body
 from nodes.api import node_backends
 from nodes.api.base import NODE_ID, NodeView, actor_of, job_example
-from nodes.api.node_actions import DrainRequestSerializer, Fingerprints, NodeIds, by_node_id
-from nodes.api.node_settings import LABELS
+from nodes.api.node_actions import DrainRequestSerializer, FingerprintField, NodeIdField, by_node_id
+from nodes.api.node_settings import LABELS_SCHEMA
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options
 from nodes.backends import admission
 from nodes.backends.backend_requests import INSTALL, RequestScope, chosen_nodes
@@ -25,27 +25,33 @@ from nodes.registry import bulk
 from nodes.registry.labels import MAX_KEY_LENGTH, MAX_LABELS, MAX_VALUE_LENGTH, check_labels
 from operations.api.serializers import MAX_NODES, job_fields, requester_of
 
-_KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
-"""Kinds of operations over many nodes by verb."""
+_KIND_BY_VERB = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
+"""Kind of operation by the verb of the request, such as `approve`."""
 
 
-def _node_ids() -> serializers.ListField:
-    return serializers.ListField(child=NodeIds(), min_length=1, max_length=MAX_NODES)
+def _node_ids_field() -> serializers.ListField:
+    return serializers.ListField(child=NodeIdField(), min_length=1, max_length=MAX_NODES)
 
 
 class BulkInstallSerializer(node_backends.InstallSerializer):
-    """What to install, on which nodes, and whether in waves; without `waves` on all nodes at once."""
+    """The backend to install, the nodes, and the options of waves.
 
-    ids = _node_ids()
+    Without `waves` all nodes begin at once.
+    """
+
+    ids = _node_ids_field()
     waves = WaveOptionsSerializer(required=False)
 
 
 class BulkSerializer(Described, DrainRequestSerializer):
-    """A verb and its nodes. `reject` needs a reason; `label` needs labels to set or to remove."""
+    """An action and the nodes that it is for.
 
-    verb = serializers.ChoiceField(choices=list(_KINDS))
-    ids = _node_ids()
-    fingerprints = serializers.DictField(child=Fingerprints(), required=False)
+    `reject` needs a reason; `label` needs labels to set or to remove.
+    """
+
+    verb = serializers.ChoiceField(choices=list(_KIND_BY_VERB))
+    ids = _node_ids_field()
+    fingerprints = serializers.DictField(child=FingerprintField(), required=False)
     labels = serializers.DictField(
         child=serializers.CharField(allow_blank=True, max_length=MAX_VALUE_LENGTH, trim_whitespace=False),
         required=False,
@@ -59,7 +65,7 @@ class BulkSerializer(Described, DrainRequestSerializer):
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
         """Add the maximum number of labels."""
-        schema["properties"]["labels"] |= LABELS
+        schema["properties"]["labels"] |= LABELS_SCHEMA
         return schema
 
     def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[str, str]:
@@ -67,7 +73,7 @@ class BulkSerializer(Described, DrainRequestSerializer):
         return {str(id): fingerprint for id, fingerprint in by_node_id(fingerprints or {}).items()}
 
     def validate_labels(self, value: dict[str, str] | None) -> dict[str, str]:
-        """Raise ValidationError for labels that no node may have."""
+        """Raise ValidationError for a label that no node may have."""
         try:
             check_labels(value or {})
         except errors.InvalidInput as refusal:
@@ -75,7 +81,7 @@ class BulkSerializer(Described, DrainRequestSerializer):
         return value or {}
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Check that the fields which the verb needs are present."""
+        """Check that the fields are present which the action needs."""
         if attrs["verb"] == "reject" and not attrs.get("reason", "").strip():
             raise serializers.ValidationError({"reason": ["must not be empty"]})
         if attrs["verb"] == "label" and not (attrs.get("labels") or attrs.get("remove_labels")):
@@ -84,7 +90,7 @@ class BulkSerializer(Described, DrainRequestSerializer):
 
 
 def _verb_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the verb's arguments that the request contains."""
+    """Return those arguments of the action that the request contains."""
     names = ("reason", "deadline_seconds", "fingerprints", "labels", "remove_labels")
     return {name: fields[name] for name in names if fields.get(name) not in (None, "", {}, [])}
 
@@ -101,14 +107,14 @@ class BulkView(NodeView):
         shown=job_example("drain of 1 node started"),
     )
     def post(self, request: Request) -> Response:
-        """Runs one verb on each of the nodes, as one operation that goes on without its caller.
+        """Runs one action on each of the nodes, as one operation that continues without its caller.
 
-        If a node cannot take it, nothing starts: 409 names the nodes with their reasons. A node that changes
-        afterwards fails alone. Agents get their API token by registering again.
+        If a node cannot take the action, nothing starts: the 409 names such nodes with their reasons. If a
+        node changes afterwards, only its part fails. Agents get their API token by registering again.
         """
         fields = validate_body(BulkSerializer, request)
         bulk_request = bulk.BulkRequest(
-            _KINDS[fields["verb"]],
+            _KIND_BY_VERB[fields["verb"]],
             fields["ids"],
             actor_of(request),
             _verb_arguments(fields),
@@ -118,7 +124,7 @@ class BulkView(NodeView):
         admitted = bulk.request(bulk_request, now=clock.now())
         started = "started" if admitted.created else "in progress already"
         message = f"{fields['verb']} of {admitted.operation.element} {started}"
-        return Response(node_backends.ACCEPTED.of(**job_fields(admitted, message)), status=202)
+        return Response(node_backends.ACCEPTED_SHAPE.of(**job_fields(admitted, message)), status=202)
 
 
 class BulkInstallView(NodeView):
@@ -134,9 +140,9 @@ class BulkInstallView(NodeView):
         tag="backends",
     )
     def post(self, request: Request) -> Response:
-        """Installs a backend on these nodes as one operation. Files that are there stay, nothing is forced.
+        """Installs a backend on these nodes as one operation. Nodes that have the backend keep its files.
 
-        If a node cannot take it, nothing starts: 409 names the nodes with their reasons.
+        If a node cannot take the backend, nothing starts: the 409 names such nodes with their reasons.
         """
         fields = validate_body(BulkInstallSerializer, request)
         command, ids = node_backends.install_request(fields), fields["ids"]

@@ -1,7 +1,7 @@
-"""Catalogue of the galleries' backends, with the nodes that have them (`contract/http-api.md` §4.1 to §4.5).
+"""Catalogue of the galleries' backends, with the nodes that have each (`contract/http-api.md` §4.1 to §4.5).
 
-Responses use stored rows and galleries read at most a minute ago, so a slow worker delays none. Controllers
-refresh old inventories in the background.
+Responses use stored rows, and galleries that were read at most a minute ago, so no response waits for a
+worker. Controllers refresh old inventories in the background.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,19 @@ from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 
 INVENTORY_MAX_AGE = 300.0
-"""Seconds after which a request for the catalogue refreshes a node's inventory."""
+"""Age in seconds from which a request for the catalogue refreshes a node's inventory."""
 MAX_ITEMS, DEFAULT_ITEMS = 9999, 9
-SORTS = ("name", "repository", "license", "status")
-DIRECTIONS = ("asc", "desc")
+SORT_KEYS = ("name", "repository", "license", "status")
+SORT_DIRECTIONS = ("asc", "desc")
 
 Entry = dict[str, Any]
 
-REPOSITORY = Shape(
+REPOSITORY_SHAPE = Shape(
     "Repository",
     "A configured gallery.",
     [field("url", TEXT, "Without credentials."), field("name", TEXT)],
 )
-GALLERY_ERROR = Shape(
+GALLERY_ERROR_SHAPE = Shape(
     "GalleryError",
     "A gallery that cannot be read at present: its entries are those of the last good copy, or missing.",
     [
@@ -42,13 +42,13 @@ GALLERY_ERROR = Shape(
         field("readAt", TIME, "When the copy was read whose entries are listed.", optional=True),
     ],
 )
-CATALOGUE = Shape(
+CATALOGUE_SHAPE = Shape(
     "Catalogue",
     "A page of the catalogue (§4.1).",
     [
         field("backends", catalogue.ENTRY.many),
-        field("repositories", REPOSITORY.many),
-        field("galleryErrors", GALLERY_ERROR.many),
+        field("repositories", REPOSITORY_SHAPE.many),
+        field("galleryErrors", GALLERY_ERROR_SHAPE.many),
         field("allTags", TEXTS),
         field("nodesByCapability", mapping_schema(count()), "Healthy nodes by capability."),
         field("processingBackends", mapping_schema(UUID), "Key of an active operation to its id."),
@@ -67,16 +67,20 @@ CATALOGUE = Shape(
         field("preferDevelopmentBackends", FLAG),
     ],
 )
-_SEARCH = base.text_schema(MAX_SEARCH_LENGTH)
-_PARAMETERS = [
-    base.query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
-    base.query_parameter("tag", _SEARCH, "Only entries with this tag."),
+_SEARCH_SCHEMA = base.text_schema(MAX_SEARCH_LENGTH)
+_LIST_PARAMETERS = [
+    base.query_parameter(
+        "term", _SEARCH_SCHEMA, "Only entries with this in name, description, tags or gallery."
+    ),
+    base.query_parameter("tag", _SEARCH_SCHEMA, "Only entries with this tag."),
     base.query_parameter("page", base.integer_schema(1, FARTHEST, 1), "Which page."),
     base.query_parameter("items", base.integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Entries on a page."),
-    base.query_parameter("sort", base.enum_schema(SORTS), "The order; `status` has installed ones first."),
-    base.query_parameter("order", base.enum_schema(DIRECTIONS) | {"default": "asc"}, "Or turned round."),
+    base.query_parameter(
+        "sort", base.enum_schema(SORT_KEYS), "The order; `status` has installed ones first."
+    ),
+    base.query_parameter("order", base.enum_schema(SORT_DIRECTIONS) | {"default": "asc"}, "Or turned round."),
 ]
-_EXAMPLE = {
+_CATALOGUE_EXAMPLE = {
     "backends": [
         {
             "id": "local@minilm",
@@ -141,8 +145,8 @@ def _select(entries: Sequence[Entry], query: Mapping[str, Any]) -> list[Entry]:
     """Return the matching entries in the requested order, by default in the order of the galleries."""
     matches = [entry for entry in entries if _matches(entry, query["term"], query["tag"])]
     if query["sort"]:
-        matches.sort(key=_ORDERS["name"])
-        matches.sort(key=_ORDERS[query["sort"]], reverse=query["order"] == "desc")
+        matches.sort(key=_ORDER_BY_SORT_KEY["name"])
+        matches.sort(key=_ORDER_BY_SORT_KEY[query["sort"]], reverse=query["order"] == "desc")
     return matches
 
 
@@ -152,7 +156,7 @@ def _matches(entry: Entry, term: str, tag: str) -> bool:
     return term.casefold() in text.casefold() and (not tag or tag.casefold() in tags)
 
 
-_ORDERS: dict[str, Callable[[Entry], Any]] = {
+_ORDER_BY_SORT_KEY: dict[str, Callable[[Entry], Any]] = {
     "name": lambda entry: (entry["name"].casefold(), entry["gallery"]),
     "repository": lambda entry: entry["gallery"].casefold(),
     "license": lambda entry: entry["license"].casefold(),
@@ -165,7 +169,7 @@ _checked_fingerprint = ""
 
 
 def _request_upgrade_check(fingerprint: str) -> None:
-    """Request an upgrade check for these changed galleries, once per fingerprint."""
+    """Request an upgrade check because the galleries have changed, once for each of their fingerprints."""
     global _checked_fingerprint
     if fingerprint != _checked_fingerprint:
         _checked_fingerprint = fingerprint
@@ -173,7 +177,7 @@ def _request_upgrade_check(fingerprint: str) -> None:
 
 
 def read_galleries() -> catalogue.Offer:
-    """Return the galleries' offer; one query. Raise Unavailable if no gallery can be read."""
+    """Read what the galleries offer; one query. Raise Unavailable if no gallery can be read."""
     configured = node_commands.galleries()
     check_state = upgrade_state.read_state()
     offer = catalogue.reader.read(configured, check_state.completed)
@@ -185,13 +189,13 @@ def read_galleries() -> catalogue.Offer:
 
 
 def repository_row(gallery: Gallery) -> Row:
-    return REPOSITORY.of(url=gallery_index.public_url(gallery.url), name=gallery.name)
+    return REPOSITORY_SHAPE.of(url=gallery_index.public_url(gallery.url), name=gallery.name)
 
 
 def gallery_errors(offer: catalogue.Offer) -> list[Entry]:
     """Return the galleries that cannot be read, each with its reason."""
     return [
-        GALLERY_ERROR.of(
+        GALLERY_ERROR_SHAPE.of(
             name=name, error=why, **({"readAt": offer.copied_at[name]} if name in offer.copied_at else {})
         )
         for name, why in offer.problems.items()
@@ -204,17 +208,17 @@ class BackendsView(base.BackendRoute):
     @describe(
         "backends_list",
         "List available backends",
-        CATALOGUE,
+        CATALOGUE_SHAPE,
         refused=(400,),
-        parameters=_PARAMETERS,
-        shown=_EXAMPLE,
+        parameters=_LIST_PARAMETERS,
+        shown=_CATALOGUE_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
-        """Backends of the configured galleries, with the nodes that have them installed.
+        """Returns the backends of the configured galleries, with the nodes that have each one installed.
 
         503 if no gallery can be read.
         """
-        query = base.read_query(request, _PARAMETERS)
+        query = base.read_query(request, _LIST_PARAMETERS)
         page, items = query["page"], query["items"]
         offer = read_galleries()
         inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
@@ -223,7 +227,7 @@ class BackendsView(base.BackendRoute):
         listed = catalogue.entries(offer.builds, installed, running, nodes_by_capability)
         chosen = _select(listed, query)
         return Response(
-            CATALOGUE.of(
+            CATALOGUE_SHAPE.of(
                 **page_fields(len(chosen), page, items),
                 backends=chosen[(page - 1) * items : page * items],
                 repositories=[repository_row(gallery) for gallery in node_commands.galleries()],
@@ -240,12 +244,12 @@ class BackendsView(base.BackendRoute):
         )
 
 
-AVAILABLE_BACKEND = Shape(
+AVAILABLE_BACKEND_SHAPE = Shape(
     "AvailableBackend",
     "An entry as its gallery has it (§4.5).",
     [
         field("name", TEXT),
-        field("gallery", REPOSITORY.ref),
+        field("gallery", REPOSITORY_SHAPE.ref),
         field("installed", FLAG, "On any approved node.", optional=True),
         *(field(name, TEXT, optional=True) for name in ("alias", "description", "icon", "license")),
         field("uri", TEXT, "Without credentials.", optional=True),
@@ -254,7 +258,7 @@ AVAILABLE_BACKEND = Shape(
         field("capabilities", mapping_schema(TEXT), "Capability to the name of a build.", optional=True),
     ],
 )
-KNOWN_BACKEND = Shape(
+KNOWN_BACKEND_SHAPE = Shape(
     "KnownBackend",
     "A backend that a model may be for (§4.5).",
     [
@@ -267,10 +271,10 @@ KNOWN_BACKEND = Shape(
         field("installed", FLAG, "On any approved node."),
     ],
 )
-_REPOSITORY = {"url": "file:///srv/gallery/index.yaml", "name": "local"}
-_AVAILABLE = {
+_REPOSITORY_EXAMPLE = {"url": "file:///srv/gallery/index.yaml", "name": "local"}
+_AVAILABLE_EXAMPLE = {
     "name": "minilm",
-    "gallery": _REPOSITORY,
+    "gallery": _REPOSITORY_EXAMPLE,
     "installed": True,
     "license": "apache-2.0",
     "uri": "/srv/gallery/minilm",
@@ -283,17 +287,20 @@ class AvailableView(base.BackendRoute):
     """`/backends/available`."""
 
     @describe(
-        "backends_available", "List entries of the galleries", AVAILABLE_BACKEND.many, shown=[_AVAILABLE]
+        "backends_available",
+        "List entries of the galleries",
+        AVAILABLE_BACKEND_SHAPE.many,
+        shown=[_AVAILABLE_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
-        """The entries that a healthy node, or a machine without a GPU, can install."""
+        """Returns the gallery entries that a healthy node, or a machine without a GPU, can install."""
         installed = catalogue.installed_names()
         builds = catalogue.runnable(read_galleries().builds, catalogue.cluster_capabilities())
         return Response([_available_row(build, folded(build.name) in installed) for build in builds])
 
 
 def _available_row(build: GalleryEntry, installed: bool) -> Row:
-    return AVAILABLE_BACKEND.of_object(
+    return AVAILABLE_BACKEND_SHAPE.of_object(
         build,
         gallery=repository_row(build.gallery),
         installed=installed,
@@ -309,15 +316,15 @@ class KnownView(base.BackendRoute):
     @describe(
         "backends_known",
         "List backends that a model may be for",
-        KNOWN_BACKEND.many,
+        KNOWN_BACKEND_SHAPE.many,
         shown=[{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}],
     )
     def get(self, request: Request) -> Response:
-        """What the galleries offer, without single builds, and what is installed besides; by modality."""
+        """Returns the galleries' backends without single builds, and other installed ones, by modality."""
         installed = catalogue.installed_names()
         offered = catalogue.choices(read_galleries().builds)
         backends = [
-            KNOWN_BACKEND.of(
+            KNOWN_BACKEND_SHAPE.of(
                 name=build.name,
                 modality=catalogue.modality(build.tags),
                 auto_detect=False,
@@ -327,7 +334,7 @@ class KnownView(base.BackendRoute):
             for name, build in offered.items()
         ]
         backends += [
-            KNOWN_BACKEND.of(name=name, modality="", auto_detect=False, installed=True)
+            KNOWN_BACKEND_SHAPE.of(name=name, modality="", auto_detect=False, installed=True)
             for key, name in installed.items()
             if key not in offered
         ]
@@ -337,9 +344,9 @@ class KnownView(base.BackendRoute):
 class GalleriesView(base.BackendRoute):
     """`/backends/galleries`."""
 
-    @describe("backends_galleries", "List galleries", REPOSITORY.many, shown=[_REPOSITORY])
+    @describe("backends_galleries", "List galleries", REPOSITORY_SHAPE.many, shown=[_REPOSITORY_EXAMPLE])
     def get(self, request: Request) -> Response:
-        """The galleries of this cluster."""
+        """Returns the configured galleries."""
         return Response([repository_row(gallery) for gallery in node_commands.galleries()])
 
 
@@ -353,6 +360,9 @@ class UseCasesView(base.BackendRoute):
         shown={"minilm": ["embeddings"]},
     )
     def get(self, request: Request) -> Response:
-        """By the name of an entry, what its tags say it is used for; others are left out."""
+        """Returns the use cases by the name of a gallery entry, from its tags.
+
+        Entries without such tags are left out.
+        """
         use_cases = {build.name: catalogue.use_cases(build.tags) for build in read_galleries().builds}
         return Response({name: cases for name, cases in use_cases.items() if cases})

@@ -1,7 +1,7 @@
 """Commands on a backend for all nodes or for chosen nodes (`contract/http-api.md` §4.2, §4.5).
 
 Each command creates one operation with a target for each node; "all nodes" are the nodes at the time of the
-request. The views below `/backends/` are the reference's other URLs for the same commands;
+request. The views below `/backends/` are the reference's other URLs for the same commands.
 `DeleteAndWaitView` waits for the end of its operation (O38).
 """
 
@@ -23,7 +23,7 @@ from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
 from nodes.api import node_backends
 from nodes.api.base import BackendRoute
-from nodes.api.models import WAIT_FOR_END, wait_for_end
+from nodes.api.models import MAX_WAIT_SECONDS, wait_for_end
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options, last_replicas_field
 from nodes.backends import catalogue, node_commands, wave_requests
 from nodes.backends.admission import admit, admit_on_nodes
@@ -49,14 +49,14 @@ MAX_BACKENDS = 200
 
 describe_command = partial(
     describe,
-    answer=shapes.STARTED,
+    answer=shapes.STARTED_SHAPE,
     meaning="The operation is recorded and will be carried out.",
     refused=(400, 404, 409, 413),
 )
 
 
 class UpgradeSerializer(shapes.NodesSerializer):
-    """For which nodes, and whether in waves; without `waves` on all nodes at once."""
+    """The nodes to upgrade, and the options of waves. Without `waves` all nodes begin at once."""
 
     waves = WaveOptionsSerializer(required=False)
     last_replicas = last_replicas_field()
@@ -73,7 +73,7 @@ def _force_flag(effect: str) -> Flag:
 
 
 class InstallEverywhereSerializer(shapes.NodesSerializer):
-    """For which nodes, and whether files that are there are replaced."""
+    """The nodes to install on, and whether installed files are replaced."""
 
     force = _force_flag("Replace the files where it is installed: its engines stop, and their requests end.")
 
@@ -94,9 +94,9 @@ def _scope_of_request(by: RequestScope, command: BackendRequest, fields: dict[st
 
 
 def check_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
-    """Return the command's scope: the nodes of `fields` and the wave options.
+    """Return the command with its nodes and wave options, if it may start.
 
-    Raises a refusal that names the nodes or models.
+    Raises an error that names the nodes or models which prevent it.
     """
     origin = _scope_of_request(by, command, fields)
     if origin.all_nodes and command.kind == INSTALL and not command.uri:
@@ -108,7 +108,7 @@ def check_command(by: RequestScope, command: BackendRequest, fields: dict[str, A
 
 
 def admit_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> Admission:
-    """Create the operation for the nodes of `fields`, or join an active operation that does the same."""
+    """Create the operation on the nodes of `fields`, or join the active operation that does the same."""
     return _admit(command, check_command(by, command, fields))
 
 
@@ -119,7 +119,7 @@ def _admit(command: BackendRequest, origin: RequestScope) -> Admission:
 
 
 def refuse_hardware_build(command: BackendRequest) -> None:
-    """Raise Conflict if all nodes would get a build for one kind of hardware (O11).
+    """Raise Conflict if the command would install a build for one kind of hardware on all nodes (O11).
 
     The error names the backend to install instead. An unreadable gallery raises nothing.
     """
@@ -140,7 +140,7 @@ def _start(
     request: Request, command: BackendRequest, fields: dict[str, Any], *, drains: bool = False
 ) -> Response:
     by = replace(RequestScope((), shapes.requester_of(request)), drains=drains)
-    texts = node_backends.COMMAND_TEXTS[command.kind]
+    texts = node_backends.TEXTS_BY_KIND[command.kind]
     return Response(shapes.started_body(admit_command(by, command, fields), texts))
 
 
@@ -151,9 +151,9 @@ class InstallEverywhereView(BackendRoute):
         "backends_install", "Install a backend on all nodes, or on some", body=InstallEverywhereSerializer
     )
     def post(self, request: Request, name: str) -> Response:
-        """Installs the backend where it is not; with `force` also again where it is (O10).
+        """Installs the backend on all nodes that lack it, or on `nodes`.
 
-        `nodes` limits it to these.
+        With `force` it is also installed again (O10).
         """
         fields = validate_body(InstallEverywhereSerializer, request)
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
@@ -170,8 +170,9 @@ class InstallExternalView(BackendRoute):
     def post(self, request: Request) -> Response:
         """Installs an image, archive or folder under `name` on all nodes, or on `nodes`.
 
-        It replaces what has this name. Engines of that get no new requests, and stop when those that run have
-        ended or after `CLUSTER_UPGRADE_DRAIN`; with `force` they stop at once.
+        An installed backend of this name is replaced. Its engines get no new requests, and stop when their
+        running requests have ended, at the latest after `CLUSTER_UPGRADE_DRAIN`. With `force` they stop at
+        once.
         """
         fields = validate_body(ExternalSerializer, request)
         if not fields.get("uri"):
@@ -187,12 +188,12 @@ class UpgradeEverywhereView(BackendRoute):
 
     @describe_command("backends_upgrade", "Upgrade a backend where it is installed", body=UpgradeSerializer)
     def post(self, request: Request, name: str) -> Response:
-        """Stops its engines and installs it again from the galleries, on the nodes that have it (O17).
+        """Stops the backend's engines and installs it again from the galleries on all its nodes (O17).
 
-        With `waves` a canary goes first, then `max_unavailable` nodes at a time. Each gets no new requests
-        and is upgraded when those that run have ended. A wave that fails stops the rest until you choose. A
-        model's last replica stops only if `last_replicas` names the model; otherwise the answer is 409 and
-        names it.
+        With `waves` a canary is upgraded first, then `max_unavailable` nodes at a time. A node gets no new
+        requests, and is upgraded when its running requests have ended. After a failed wave nothing more
+        starts until you choose. A model's last replica stops only if `last_replicas` names the model;
+        otherwise a 409 names it.
         """
         fields = validate_body(UpgradeSerializer, request)
         return _start(request, BackendRequest(UPGRADE, node_backends.backend_name_in(name)), fields)
@@ -205,17 +206,17 @@ class DeleteEverywhereView(BackendRoute):
         "backends_delete", "Delete a backend where it is installed", body=shapes.NodesSerializer
     )
     def post(self, request: Request, name: str) -> Response:
-        """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
+        """Stops the backend's engines and removes its files, on the nodes that have it (O18, A83)."""
         fields = validate_body(shapes.NodesSerializer, request)
         return _start(request, BackendRequest(DELETE, node_backends.backend_name_in(name)), fields)
 
 
-NODE_REFUSAL = Shape(
+NODE_REFUSAL_SHAPE = Shape(
     "BackendNodeRefusal",
     "A node that cannot take the change of a backend.",
     [field("node_id", UUID), field("node_name", TEXT), field("reason", TEXT)],
 )
-CHANGE_OUTCOME = Shape(
+CHANGE_OUTCOME_SHAPE = Shape(
     "BackendChangeOutcome",
     "What became of the change of one backend: its operation, or `error` with the reason. Neither: it was not"
     " started because another backend of the request is refused.",
@@ -229,34 +230,37 @@ CHANGE_OUTCOME = Shape(
         field("field", TEXT, "The field of the request that is wrong.", optional=True),
         field("last_replicas", TEXTS, "Models to confirm in `last_replicas`.", optional=True),
         field(
-            "refusals", NODE_REFUSAL.many, "Nodes that cannot take it: nothing has started.", optional=True
+            "refusals",
+            NODE_REFUSAL_SHAPE.many,
+            "Nodes that cannot take it: nothing has started.",
+            optional=True,
         ),
     ],
 )
-CHANGE_OUTCOMES = Shape(
+CHANGE_OUTCOMES_SHAPE = Shape(
     "BackendChangeOutcomes",
     "One for each backend, in the order of the request.",
-    [field("results", CHANGE_OUTCOME.many)],
+    [field("results", CHANGE_OUTCOME_SHAPE.many)],
 )
-_CHANGES = {"upgrade": UPGRADE, "reinstall": INSTALL, "delete": DELETE}
-"""The kind of operation by verb."""
+_KIND_BY_VERB = {"upgrade": UPGRADE, "reinstall": INSTALL, "delete": DELETE}
+"""Kind of operation by the verb of the request."""
 
 
 class BackendChangeSerializer(node_backends.BackendSerializer, shapes.NodesSerializer):
-    """One backend, its nodes, and the models whose last replica an upgrade in waves may stop."""
+    """A backend, its nodes, and the models whose last replica an upgrade in waves may stop."""
 
     last_replicas = last_replicas_field()
 
 
 class BackendChangesSerializer(NullIsAbsent):
-    """One change of several backends; `waves` is for upgrades."""
+    """One verb for several backends; `waves` is for upgrades only."""
 
-    verb = serializers.ChoiceField(choices=list(_CHANGES))
+    verb = serializers.ChoiceField(choices=list(_KIND_BY_VERB))
     backends = serializers.ListField(child=BackendChangeSerializer(), min_length=1, max_length=MAX_BACKENDS)
     waves = WaveOptionsSerializer(required=False)
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Refuse `waves` for other verbs, confirmations without `waves`, and duplicate backends."""
+        """Refuse duplicate backends, `waves` for other verbs, and confirmations without `waves`."""
         if attrs.get("waves") is not None and attrs["verb"] != "upgrade":
             raise serializers.ValidationError({"waves": ["only upgrades have waves"]})
         if attrs.get("waves") is None and any(entry.get("last_replicas") for entry in attrs["backends"]):
@@ -279,16 +283,16 @@ class ChangesView(BackendRoute):
     @describe_command(
         "backends_change_many",
         "Change several backends",
-        answer=CHANGE_OUTCOMES,
+        answer=CHANGE_OUTCOMES_SHAPE,
         body=BackendChangesSerializer,
     )
     def post(self, request: Request) -> Response:
-        """Upgrades, installs again or deletes each of `backends`, as one operation for each.
+        """Upgrades, reinstalls or deletes each of `backends`, as one operation for each backend.
 
-        All are checked first: if one is refused, none starts.
+        All requests are checked first: if one is refused, no operation starts.
         """
         fields = validate_body(BackendChangesSerializer, request)
-        by, kind = RequestScope((), shapes.requester_of(request)), _CHANGES[fields["verb"]]
+        by, kind = RequestScope((), shapes.requester_of(request)), _KIND_BY_VERB[fields["verb"]]
         scopes: list[tuple[BackendRequest, RequestScope]] = []
         checked: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
@@ -302,7 +306,9 @@ class ChangesView(BackendRoute):
             except errors.ClusterError as error:
                 checked.append(_refusal_row(command, error))
         if len(scopes) < len(checked):
-            return Response(CHANGE_OUTCOMES.of(results=[CHANGE_OUTCOME.of(**outcome) for outcome in checked]))
+            return Response(
+                CHANGE_OUTCOMES_SHAPE.of(results=[CHANGE_OUTCOME_SHAPE.of(**outcome) for outcome in checked])
+            )
         for command, scope in scopes:
             try:
                 outcome = {"backend": command.backend} | node_backends.accepted_body(
@@ -310,11 +316,11 @@ class ChangesView(BackendRoute):
                 )
             except errors.ClusterError as error:  # The state has changed since the check.
                 outcome = _refusal_row(command, error)
-            results.append(CHANGE_OUTCOME.of(**outcome))
-        return Response(CHANGE_OUTCOMES.of(results=results))
+            results.append(CHANGE_OUTCOME_SHAPE.of(**outcome))
+        return Response(CHANGE_OUTCOMES_SHAPE.of(results=results))
 
 
-JOB_SCHEDULED = Shape(
+JOB_SCHEDULED_SHAPE = Shape(
     "Scheduled",
     "An operation was admitted; `status_url` tells how it goes.",
     [
@@ -325,7 +331,7 @@ JOB_SCHEDULED = Shape(
         shapes.DEDUPLICATED,
     ],
 )
-BACKEND_REMOVED = Shape(
+BACKEND_REMOVED_SHAPE = Shape(
     "BackendRemoved",
     "Whether the backend is gone; `jobID` is the operation that removes it.",
     [field("success", FLAG), *shapes.JOB_FIELDS],
@@ -348,11 +354,11 @@ def _admit_scheduled(request: Request, command: BackendRequest) -> Response:
     admission = admit_command(RequestScope((), shapes.requester_of(request)), command, {})
     job = str(admission.operation.id)
     return Response(
-        JOB_SCHEDULED.of(
+        JOB_SCHEDULED_SHAPE.of(
             id=job,
             jobID=job,
             status_url=request.build_absolute_uri(f"/backends/jobs/{job}"),
-            message=node_backends.COMMAND_TEXTS[command.kind].of(admission),
+            message=node_backends.TEXTS_BY_KIND[command.kind].of(admission),
             deduplicated=not admission.created,
         )
     )
@@ -364,13 +370,13 @@ class ApplyView(BackendRoute):
     @describe_command(
         "backends_apply",
         "Install a backend on all nodes unless it is there",
-        answer=JOB_SCHEDULED,
+        answer=JOB_SCHEDULED_SHAPE,
         body=ApplySerializer,
     )
     def post(self, request: Request) -> Response:
-        """Leaves nodes that have it as they are; with `force` they install it again.
+        """Installs the backend on all nodes that lack it; with `force` it is installed again on the rest.
 
-        A build for one kind of hardware is a 409 that names what to install instead.
+        A build for one kind of hardware is a 409 that names the backend to install instead.
         """
         fields = validate_body(ApplySerializer, request)
         gallery, _, name = fields["id"].rpartition("@")
@@ -383,10 +389,10 @@ class PlainUpgradeView(BackendRoute):
     """`/backends/upgrade/:name`."""
 
     @describe_command(
-        "backends_upgrade_other_name", "Upgrade a backend where it is installed", answer=JOB_SCHEDULED
+        "backends_upgrade_other_name", "Upgrade a backend where it is installed", answer=JOB_SCHEDULED_SHAPE
     )
     def post(self, request: Request, name: str) -> Response:
-        """On all nodes that have it, at once."""
+        """Upgrades the backend on all nodes that have it, at once."""
         return _admit_scheduled(request, BackendRequest(UPGRADE, node_backends.backend_name_in(name)))
 
 
@@ -394,10 +400,10 @@ class PlainDeleteView(BackendRoute):
     """`/backends/delete/:name`."""
 
     @describe_command(
-        "backends_delete_other_name", "Delete a backend where it is installed", answer=JOB_SCHEDULED
+        "backends_delete_other_name", "Delete a backend where it is installed", answer=JOB_SCHEDULED_SHAPE
     )
     def post(self, request: Request, name: str) -> Response:
-        """On all nodes that have it."""
+        """Deletes the backend from all nodes that have it."""
         return _admit_scheduled(request, BackendRequest(DELETE, node_backends.backend_name_in(name)))
 
 
@@ -407,25 +413,27 @@ class DeleteAndWaitView(BackendRoute):
     @describe(
         "backends_delete_and_wait",
         "Delete a backend and wait for the end",
-        BACKEND_REMOVED,
+        BACKEND_REMOVED_SHAPE,
         meaning="It is done.",
-        others={202: OpenApiResponse(BACKEND_REMOVED.ref, "The operation is recorded and goes on.")},
+        others={202: OpenApiResponse(BACKEND_REMOVED_SHAPE.ref, "The operation is recorded and goes on.")},
         refused=(400, 409, 502),
     )
     def post(self, request: Request, name: str) -> Response:
-        """Removes it from all nodes that have it; 502 names the nodes that did not, and their reasons.
+        """Deletes the backend from all nodes that have it, and waits.
 
-        It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
+        502 lists the failed nodes with reasons. It is a success if no node has the backend. After 90 s the
+        answer is 202, and the deletion continues.
         """
         command = BackendRequest(DELETE, node_backends.backend_name_in(name))
         operation = wait_for_end(
-            admit_command(RequestScope((), shapes.requester_of(request)), command, {}).operation, WAIT_FOR_END
+            admit_command(RequestScope((), shapes.requester_of(request)), command, {}).operation,
+            MAX_WAIT_SECONDS,
         )
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)
         is_completed = operation.status == Status.COMPLETED
         job = str(operation.id)
-        body = BACKEND_REMOVED.of(
+        body = BACKEND_REMOVED_SHAPE.of(
             success=is_completed,
             message=_deletion_message(command.backend, operation.targets.count())
             if is_completed

@@ -20,14 +20,17 @@ from nodes.definitions.sizes import named_paths, shards
 from nodes.loading.files_in_use import in_folder_thread
 from nodes.models import DefinitionRevision, ModelDefinition
 
-_QUERY = re.compile(r"[?#].*", re.DOTALL)
-"""Query and fragment of a URL, which may contain a key."""
+_QUERY_PATTERN = re.compile(r"[?#].*", re.DOTALL)
+"""Query and fragment of a URL, which may contain a secret."""
 MAX_FILES = 1000
 """Maximum number of files listed for one definition."""
 
 
 class DefinitionEntry:
-    """One model of the list: its definition in force and its stored row; one of the two may be missing."""
+    """A model in the list of definitions: the definition in force and the stored row.
+
+    One of them may be missing.
+    """
 
     def __init__(self, name: str, definition: Definition | None, stored: MergedRow | None) -> None:
         self.name, self.stored = name, stored
@@ -72,7 +75,7 @@ class DefinitionEntry:
 
     def summary(self, size: int, actor: str) -> Row:
         definition = self.definition
-        return shapes.SUMMARY.of_object(
+        return shapes.SUMMARY_SHAPE.of_object(
             self,
             backend=definition.backend if definition is not None else "",
             model=definition.model if definition is not None else "",
@@ -106,7 +109,7 @@ def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
 
 
 def actors_of(entries: Sequence[DefinitionEntry]) -> Mapping[str, str]:
-    """Return the actors of the latest revisions by model name; one query."""
+    """Return who saved the latest revision of each entry, by model name; one query."""
     latest = DefinitionRevision.objects.filter(
         definition__name__in=[entry.name for entry in entries if entry.stored is not None],
         definition__deleted_at__isnull=True,
@@ -116,7 +119,7 @@ def actors_of(entries: Sequence[DefinitionEntry]) -> Mapping[str, str]:
 
 
 def read_unusable_rows() -> list[Row]:
-    """Return the files and rows that cannot be used, each with line and reason."""
+    """Return the files and stored definitions that cannot be used, each with line and reason."""
     models = folder()
     reasons = async_to_sync(models.problems)().files
     found: dict[str, UnusableDefinition] = dict(async_to_sync(models.unusable_files)())
@@ -125,7 +128,7 @@ def read_unusable_rows() -> list[Row]:
             found[stored.row.source] = stored.row.content
     nothing = UnusableDefinition()
     return [
-        shapes.UNUSABLE.of(
+        shapes.UNUSABLE_SHAPE.of(
             file="" if source.startswith(SOURCE_PREFIX) else source,
             name=names.to_single_line(found.get(source, nothing).name),
             line=found.get(source, nothing).line,
@@ -147,12 +150,12 @@ def definition_detail(name: str) -> Row:
         *schema.check_text(text, SOURCE_PREFIX).warnings,
         *([f"the models folder {problem}"] * bool(problem)),
     ]
-    return shapes.DETAIL.of_object(
+    return shapes.DETAIL_SHAPE.of_object(
         entry,
         name=name,
         text=text,
         shadowed=entry.state == "shadowed",
-        form=shapes.FORM.of(**edit.form_of(own)) if own is not None else None,
+        form=shapes.FORM_SHAPE.of(**edit.form_of(own)) if own is not None else None,
         size=sum(size for _, size in files),
         files=_file_rows(own, files, problem) if own is not None else [],
         actor=actors_of([entry]).get(name, ""),
@@ -162,16 +165,16 @@ def definition_detail(name: str) -> Row:
 
 
 async def _files_at_source(definition: Definition) -> RecordedFiles:
-    """Return the files that are only at their sources, by path; none if a folder cannot be read."""
+    """Return the files that are at their sources and not in the folder, by path; {} if it cannot be read."""
     with suppress(FolderUnresponsive, OSError):
         return await in_folder_thread(files_at_source, folder().path, definition.files)
     return {}
 
 
 def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem: str) -> list[Row]:
-    """Return rows of the definition's files: present, at their sources, or missing.
+    """Return rows of the definition's files, with the place of each: the folder, its source, or missing.
 
-    While the folder has a problem no source is named, because an absent file may be in the folder.
+    While the folder has a problem no file counts as being at its source, because it may be in the folder.
     """
     base = folder().path
     at_source = async_to_sync(_files_at_source)(definition) if files else {}
@@ -179,11 +182,11 @@ def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem
     named = {str(part) for path in named_paths(base, definition) for part in shards(path)}
     absent = {path for path in named - present.keys() if not any(p.startswith(f"{path}/") for p in present)}
     return [
-        shapes.MODEL_FILE.of(
+        shapes.MODEL_FILE_SHAPE.of(
             path=names.to_single_line(path.removeprefix(f"{base}/")),
             size=present.get(path, 0),
             present=path in present and path not in at_source,
-            source=names.to_single_line(_QUERY.sub("", at_source[path].source))
+            source=names.to_single_line(_QUERY_PATTERN.sub("", at_source[path].source))
             if path in at_source and not problem
             else "",
         )
@@ -192,7 +195,7 @@ def _file_rows(definition: Definition, files: Sequence[tuple[str, int]], problem
 
 
 def summaries_of(entries: Sequence[DefinitionEntry]) -> list[Row]:
-    """Return the rows of a list; one query."""
+    """Return the entries in the form of the list; one query."""
     actors = actors_of(entries)
     definitions = [entry.definition for entry in entries if entry.definition is not None]
     lists = async_to_sync(folder().file_lists)(definitions)

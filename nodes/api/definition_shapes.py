@@ -17,19 +17,19 @@ from operations.api.serializers import JOB_FIELDS
 
 ORIGINS = ("file", *DefinitionOrigin.values)
 STATES = ("active", "disabled", "shadowed", "unusable")
-ORIGIN, STATE = enum_schema(ORIGINS), enum_schema(STATES)
-_REVISION = count(0)
+ORIGIN_SCHEMA, STATE_SCHEMA = enum_schema(ORIGINS), enum_schema(STATES)
+_REVISION_SCHEMA = count(0)
 
-SUMMARY = Shape(
+SUMMARY_SHAPE = Shape(
     "DefinitionSummary",
     "A model that a file or a stored definition defines.",
     [
         field("name", TEXT),
         field("backend", TEXT, "Empty if the definition cannot be used."),
         field("model", TEXT, "The file or repository that the engine loads."),
-        field("origin", ORIGIN),
-        field("state", STATE, "`shadowed`: a stored definition over which a file wins."),
-        field("revision", _REVISION, "Of the stored definition; 0 without one."),
+        field("origin", ORIGIN_SCHEMA),
+        field("state", STATE_SCHEMA, "`shadowed`: a stored definition over which a file wins."),
+        field("revision", _REVISION_SCHEMA, "Of the stored definition; 0 without one."),
         field("size", BYTES, "Bytes of the files that are there."),
         field("context_size", count(0), nullable=True),
         field("use_cases", TEXTS),
@@ -38,7 +38,7 @@ SUMMARY = Shape(
         field("problem", TEXT, "Why it cannot be used."),
     ],
 )
-UNUSABLE = Shape(
+UNUSABLE_SHAPE = Shape(
     "UnusableDefinition",
     "A definition that cannot be used.",
     [
@@ -49,18 +49,18 @@ UNUSABLE = Shape(
         field("error", TEXT),
     ],
 )
-DEFINITIONS = Shape(
+DEFINITIONS_SHAPE = Shape(
     "Definitions",
     "A page of the definitions, by name.",
     [
-        field("definitions", SUMMARY.many),
+        field("definitions", SUMMARY_SHAPE.many),
         field("total", count(), "How many match on all pages."),
         field("page", count(1)),
         field("items", count(1)),
-        field("unusable", UNUSABLE.many),
+        field("unusable", UNUSABLE_SHAPE.many),
     ],
 )
-FORM = Shape(
+FORM_SHAPE = Shape(
     "DefinitionForm",
     "The settings that most people change; null: the definition leaves it to others.",
     [
@@ -72,7 +72,7 @@ FORM = Shape(
         field("max_tokens", {"type": "integer"}, nullable=True),
     ],
 )
-MODEL_FILE = Shape(
+MODEL_FILE_SHAPE = Shape(
     "DefinitionFile",
     "A file that the definition names, by its path in the models folder.",
     [
@@ -82,52 +82,52 @@ MODEL_FILE = Shape(
         field("source", TEXT, "The address from which nodes get it if it is not; empty: it is missing."),
     ],
 )
-DETAIL = Shape(
+DETAIL_SHAPE = Shape(
     "Definition",
     "A definition with its text.",
     [
         field("name", TEXT),
         field("text", TEXT, "YAML of the stored definition, of the file without one."),
-        field("origin", ORIGIN),
-        field("state", STATE),
+        field("origin", ORIGIN_SCHEMA),
+        field("state", STATE_SCHEMA),
         field("shadowed", FLAG, "A file defines the model: a stored definition is kept and not used."),
         field("file", TEXT, "The file that defines the model; empty without one."),
-        field("revision", _REVISION),
-        field("form", FORM.ref, nullable=True),
+        field("revision", _REVISION_SCHEMA),
+        field("form", FORM_SHAPE.ref, nullable=True),
         field("size", BYTES),
-        field("files", MODEL_FILE.many),
+        field("files", MODEL_FILE_SHAPE.many),
         field("updated_at", TIME),
         field("actor", TEXT),
         field("warnings", TEXTS),
         field("error", TEXT),
     ],
 )
-TEXT_PROBLEM = Shape(
+TEXT_PROBLEM_SHAPE = Shape(
     "DefinitionProblem",
     "What is wrong with a text, and where; line and column count from 1, 0: not known.",
     [field("line", count(0)), field("column", count(0)), field("path", TEXT), field("message", TEXT)],
 )
-REPLACED_REPLICA = Shape(
+REPLACED_REPLICA_SHAPE = Shape(
     "ReplacedReplica",
     "A replica that renewal replaces.",
     [field("node_id", UUID), field("node_name", TEXT), field("replica_index", count())],
 )
-PREVIEW = Shape(
+PREVIEW_SHAPE = Shape(
     "DefinitionCheck",
     "What saving would do.",
     [
         field("valid", FLAG),
-        field("errors", TEXT_PROBLEM.many),
+        field("errors", TEXT_PROBLEM_SHAPE.many),
         field("warnings", TEXTS),
         field("text", TEXT),
-        field("form", FORM.ref, nullable=True),
+        field("form", FORM_SHAPE.ref, nullable=True),
         field("revision_changes", FLAG, "Engines would load with other options."),
-        field("replicas", REPLACED_REPLICA.many),
+        field("replicas", REPLACED_REPLICA_SHAPE.many),
         field("fit", FIT.ref, nullable=True),
         field("diff", TEXT, "Unified, against the text in force."),
     ],
 )
-REVISION = Shape(
+REVISION_SHAPE = Shape(
     "DefinitionRevision",
     "A text that the definition has had, as its difference from the one before.",
     [
@@ -139,17 +139,17 @@ REVISION = Shape(
         field("diff", TEXT),
     ],
 )
-REVISIONS = Shape(
+REVISIONS_SHAPE = Shape(
     "DefinitionRevisions",
     "A page of the revisions, the newest first.",
     [
-        field("revisions", REVISION.many),
+        field("revisions", REVISION_SHAPE.many),
         field("total", count()),
         field("page", count(1)),
         field("items", count(1)),
     ],
 )
-REMOVAL = Shape(
+REMOVAL_SHAPE = Shape(
     "DefinitionRemoval",
     "The operation that deletes the definition.",
     [*JOB_FIELDS, field("deduplicated", FLAG)],
@@ -193,7 +193,7 @@ SUMMARY_EXAMPLE = {
 }
 
 
-class _Reason(NullIsAbsent):
+class _ReasonSerializer(NullIsAbsent):
     reason = Text(max_length=store.MAX_REASON_LENGTH, required=False)
 
     def validate_reason(self, reason: str | None) -> str | None:
@@ -201,15 +201,15 @@ class _Reason(NullIsAbsent):
         return reason
 
 
-class DefinitionCreateSerializer(_Reason):
-    """The text of a new definition; `name` replaces that of the text."""
+class DefinitionCreateSerializer(_ReasonSerializer):
+    """The text of a new definition; `name` replaces the model's name in the text."""
 
     text = Text(max_length=MAX_FILE_BYTES)
     name = ModelName(required=False)
 
 
-class DefinitionEditSerializer(_Reason):
-    """A text, or changes of the form, with the revision that the caller has seen."""
+class DefinitionEditSerializer(_ReasonSerializer):
+    """A new text or changed values of the form, and the revision that the caller has seen."""
 
     text = Text(max_length=MAX_FILE_BYTES, required=False)
     changes = serializers.DictField(required=False, help_text="Values of the form; null removes a setting.")
@@ -222,7 +222,7 @@ class DefinitionEditSerializer(_Reason):
 
 
 class DefinitionPreviewSerializer(DefinitionCreateSerializer, DefinitionEditSerializer):
-    """A text with or without the name of the model that it is for, or a name with changes."""
+    """A text, optionally with the model's name, or a model's name with changed values of the form."""
 
     text = Text(max_length=MAX_FILE_BYTES, required=False)
 
@@ -233,13 +233,13 @@ class DefinitionPreviewSerializer(DefinitionCreateSerializer, DefinitionEditSeri
         return attrs
 
 
-class DefinitionCloneSerializer(_Reason):
-    """The name of the copy."""
+class DefinitionCloneSerializer(_ReasonSerializer):
+    """The model's name in the copy."""
 
     name = ModelName()
 
 
 class DefinitionRestoreSerializer(NullIsAbsent):
-    """The revision that the caller has seen."""
+    """The revision of the definition that the caller has seen."""
 
     revision = Whole(min_value=0, max_value=2**31 - 1, required=False)

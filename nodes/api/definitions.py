@@ -1,7 +1,8 @@
 """Routes of model definitions: list, check, create, edit, clone, disable, delete, revisions.
 
 The list includes files of the models folder. A file takes precedence over a stored definition of the same
-name, which is then `shadowed`. The origin of a save is `editor` for a browser session and `api` for a key.
+name, which is then `shadowed`. The origin of a saved text is `editor` for a browser session and `api` for a
+key.
 """
 
 from collections.abc import Mapping
@@ -35,33 +36,33 @@ from operations.api.serializers import job_fields, requester_of
 MAX_ITEMS, DEFAULT_ITEMS = 1000, 100
 MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
 """Maximum and default number of revisions on a page. Each revision has its diff."""
-_MODEL = OpenApiParameter(
+_NAME_PARAMETER = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )
 _PAGE_NUMBER = query_parameter("page", integer_schema(1, FARTHEST, 1), "The page.")
 _LIST = [
     query_parameter("term", TEXT, "Part of the name, backend or model."),
-    query_parameter("origin", shapes.ORIGIN, "Where it comes from."),
-    query_parameter("state", shapes.STATE, "Its state."),
+    query_parameter("origin", shapes.ORIGIN_SCHEMA, "Where it comes from."),
+    query_parameter("state", shapes.STATE_SCHEMA, "Its state."),
     _PAGE_NUMBER,
     query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
 ]
 _DELETION = [
-    _MODEL,
+    _NAME_PARAMETER,
     query_parameter("files", FLAG, "Also delete the files that no other definition names."),
 ]
 _REVISION_PAGE = [
-    _MODEL,
+    _NAME_PARAMETER,
     _PAGE_NUMBER,
     query_parameter("items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."),
 ]
 
 
 class _DefinitionRoute(ModelRoute):
-    """A route of definitions."""
+    """Base of the views of definitions."""
 
     def save(self, request: Request, name: str | None, text: str, fields: Mapping[str, Any]) -> Row:
-        """Save the text with the caller as its actor. Return the definition."""
+        """Save the text in the name of the caller. Return the definition."""
         row = store.save(
             name,
             text,
@@ -94,7 +95,7 @@ class DefinitionsView(_DefinitionRoute):
     @describe(
         "definitions",
         "List model definitions",
-        shapes.DEFINITIONS,
+        shapes.DEFINITIONS_SHAPE,
         refused=(400,),
         parameters=_LIST,
         shown={
@@ -108,7 +109,7 @@ class DefinitionsView(_DefinitionRoute):
         },
     )
     def get(self, request: Request) -> Response:
-        """Those of files and stored ones, by name, in a constant number of queries."""
+        """Returns all definitions, of files and stored ones, by name, in a constant number of queries."""
         query = read_query(request, _LIST)
         term, page, items = query["term"].casefold(), query["page"], query["items"]
         entries = [
@@ -119,7 +120,7 @@ class DefinitionsView(_DefinitionRoute):
             and (not term or entry.contains(term))
         ]
         shown = entries[(page - 1) * items : page * items]
-        body = shapes.DEFINITIONS.of(
+        body = shapes.DEFINITIONS_SHAPE.of(
             definitions=definition_entries.summaries_of(shown),
             total=len(entries),
             page=page,
@@ -131,7 +132,7 @@ class DefinitionsView(_DefinitionRoute):
     @describe(
         "definitions_create",
         "Store a model definition",
-        shapes.DETAIL,
+        shapes.DETAIL_SHAPE,
         status=201,
         refused=(400, 409, 413),
         body=shapes.DefinitionCreateSerializer,
@@ -139,7 +140,10 @@ class DefinitionsView(_DefinitionRoute):
         examples=[response_example(shapes.DETAIL_EXAMPLE, "201", "created")],
     )
     def post(self, request: Request) -> Response:
-        """409 if the model is defined already. Secrets are refused."""
+        """Creates a stored definition.
+
+        409 if the model is defined already. A text with a secret is refused.
+        """
         fields = validate_body(shapes.DefinitionCreateSerializer, request)
         text = fields["text"]
         if name := fields.get("name"):
@@ -160,7 +164,7 @@ class DefinitionSchemaView(_DefinitionRoute):
         shown={"title": "Model definition", "type": "object"},
     )
     def get(self, request: Request) -> Response:
-        """For editors; settings that it does not list are permitted and not used."""
+        """Returns the JSON Schema for editors. Settings that it does not list are permitted but not used."""
         return Response(schema.definition_schema())
 
 
@@ -170,7 +174,7 @@ class DefinitionPreviewView(_DefinitionRoute):
     @describe(
         "definitions_preview",
         "Check a definition, and show what saving it would do",
-        shapes.PREVIEW,
+        shapes.PREVIEW_SHAPE,
         refused=(400, 413),
         body=shapes.DefinitionPreviewSerializer,
         sent={"name": "m", "changes": {"context_size": 8192}},
@@ -187,7 +191,11 @@ class DefinitionPreviewView(_DefinitionRoute):
         },
     )
     def post(self, request: Request) -> Response:
-        """Errors with line and column, the replicas that renewal replaces, where it fits; saves nothing."""
+        """Checks a text without saving it.
+
+        The answer has the errors with line and column, the replicas that would be replaced, and the nodes
+        where the model would fit.
+        """
         fields = validate_body(shapes.DefinitionPreviewSerializer, request)
         name = fields.get("name", "")
         former = store.text_in_force(name) if name else None
@@ -200,7 +208,7 @@ class DefinitionPreviewView(_DefinitionRoute):
             former = store.text_in_force(name)
         in_force = async_to_sync(folder().find)(name) if name else None
         return Response(
-            shapes.PREVIEW.of(**definition_preview.preview(text, checked, name, in_force, former or ""))
+            shapes.PREVIEW_SHAPE.of(**definition_preview.preview(text, checked, name, in_force, former or ""))
         )
 
 
@@ -210,30 +218,30 @@ class DefinitionView(_DefinitionRoute):
     @describe(
         "definition",
         "Show a definition",
-        shapes.DETAIL,
+        shapes.DETAIL_SHAPE,
         refused=(404,),
-        parameters=[_MODEL],
+        parameters=[_NAME_PARAMETER],
         shown=shapes.DETAIL_EXAMPLE,
     )
     def get(self, request: Request, name: str) -> Response:
-        """With its YAML, the values of the form, and its files."""
+        """Returns the definition with its YAML, the values of the form, and its files."""
         return Response(definition_entries.definition_detail(name))
 
     @describe(
         "definition_save",
         "Change a definition",
-        shapes.DETAIL,
+        shapes.DETAIL_SHAPE,
         refused=(400, 404, 409, 413),
         body=shapes.DefinitionEditSerializer,
-        parameters=[_MODEL],
+        parameters=[_NAME_PARAMETER],
         sent={"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"},
         shown=shapes.DETAIL_EXAMPLE,
     )
     def put(self, request: Request, name: str) -> Response:
-        """Adds a revision; renewal then replaces the replicas of the former one.
+        """Saves a new revision. Replicas of the former revision are then replaced.
 
-        409 with `revision` if it has moved since. Of a model that a file defines the text is stored, and
-        `shadowed` says that the file stays in force.
+        409 with `revision` if the definition has changed since. If a file defines the model, the text is
+        stored but `shadowed`: the file stays in force.
         """
         fields = validate_body(shapes.DefinitionEditSerializer, request)
         former = _text_of(name)
@@ -243,7 +251,7 @@ class DefinitionView(_DefinitionRoute):
     @describe(
         "definition_delete",
         "Delete a stored definition",
-        shapes.REMOVAL,
+        shapes.REMOVAL_SHAPE,
         status=202,
         meaning="The operation is recorded.",
         refused=(400, 404, 409),
@@ -255,16 +263,19 @@ class DefinitionView(_DefinitionRoute):
         ],
     )
     def delete(self, request: Request, name: str) -> Response:
-        """Unloads the model first. 409 for a model that only a file defines: remove that file."""
+        """Unloads the model, then deletes its stored definition.
+
+        409 for a model that only a file defines: remove that file.
+        """
         with_files = read_query(request, _DELETION)["files"]
         return Response(remove(request, name, with_files=with_files), status=202)
 
 
 def remove(request: Request, name: str, *, with_files: bool) -> Row:
-    """Request the deletion; return its operation."""
+    """Request the deletion of the definition, with its files if requested; return the operation."""
     removal = RemovalRequest(name, requester_of(request), with_files)
     admission = definition_removal.request_removal(removal, now=clock.now())
-    return shapes.REMOVAL.of(**job_fields(admission, "the definition is being deleted"))
+    return shapes.REMOVAL_SHAPE.of(**job_fields(admission, "the definition is being deleted"))
 
 
 class DefinitionCloneView(_DefinitionRoute):
@@ -273,16 +284,16 @@ class DefinitionCloneView(_DefinitionRoute):
     @describe(
         "definition_clone",
         "Copy a definition under another name",
-        shapes.DETAIL,
+        shapes.DETAIL_SHAPE,
         status=201,
         refused=(400, 404, 409, 413),
         body=shapes.DefinitionCloneSerializer,
-        parameters=[_MODEL],
+        parameters=[_NAME_PARAMETER],
         sent={"name": "m-long"},
         examples=[response_example(shapes.DETAIL_EXAMPLE | {"name": "m-long"}, "201", "created")],
     )
     def post(self, request: Request, name: str) -> Response:
-        """The files are the same. 409 if the new name is defined already."""
+        """Copies the definition under another name, with the same files. 409 if that name is defined."""
         fields = validate_body(shapes.DefinitionCloneSerializer, request)
         text = _text_of(name)
         store.require_no_file(fields["name"])
@@ -291,7 +302,9 @@ class DefinitionCloneView(_DefinitionRoute):
         return Response(self.save(request, None, copied, {"reason": reason}), status=201)
 
 
-_describe_switch = partial(describe, answer=shapes.DETAIL, refused=(404, 409), parameters=[_MODEL])
+_describe_switch = partial(
+    describe, answer=shapes.DETAIL_SHAPE, refused=(404, 409), parameters=[_NAME_PARAMETER]
+)
 
 
 def _set_disabled(name: str, disabled: bool) -> Response:
@@ -307,7 +320,10 @@ class DefinitionDisableView(_DefinitionRoute):
         "definition_disable", "Disable a definition", shown=shapes.DETAIL_EXAMPLE | {"state": "disabled"}
     )
     def post(self, request: Request, name: str) -> Response:
-        """Requests for the model get 404 from then on; its replicas are unloaded after their last request."""
+        """Disables the definition.
+
+        Requests for the model get 404, and replicas are unloaded after their last request.
+        """
         return _set_disabled(name, True)
 
 
@@ -316,7 +332,7 @@ class DefinitionEnableView(_DefinitionRoute):
 
     @_describe_switch("definition_enable", "Enable a definition", shown=shapes.DETAIL_EXAMPLE)
     def post(self, request: Request, name: str) -> Response:
-        """The next request loads the model."""
+        """Enables the definition; the next request loads the model."""
         return _set_disabled(name, False)
 
 
@@ -326,7 +342,7 @@ class DefinitionRevisionsView(_DefinitionRoute):
     @describe(
         "definition_revisions",
         "List the revisions of a definition",
-        shapes.REVISIONS,
+        shapes.REVISIONS_SHAPE,
         refused=(400, 404),
         parameters=_REVISION_PAGE,
         shown={
@@ -346,7 +362,10 @@ class DefinitionRevisionsView(_DefinitionRoute):
         },
     )
     def get(self, request: Request, name: str) -> Response:
-        """Who changed what, when and why, the newest first; none for a model that a file defines."""
+        """Returns the revisions, newest first: author, time, reason and difference.
+
+        A file has no revisions.
+        """
         query = read_query(request, _REVISION_PAGE)
         page, items = query["page"], query["items"]
         revisions = store.revisions_of(name)
@@ -355,9 +374,9 @@ class DefinitionRevisionsView(_DefinitionRoute):
             definition_entries.find_entry(name)
         shown = list(revisions[(page - 1) * items : page * items])
         return Response(
-            shapes.REVISIONS.of(
+            shapes.REVISIONS_SHAPE.of(
                 revisions=[
-                    shapes.REVISION.of_object(revision, diff=diff)
+                    shapes.REVISION_SHAPE.of_object(revision, diff=diff)
                     for revision, diff in zip(shown, store.diffs(shown), strict=True)
                 ],
                 total=total,
@@ -373,15 +392,15 @@ class DefinitionRestoreView(_DefinitionRoute):
     @describe(
         "definition_restore",
         "Restore a revision of a definition",
-        shapes.DETAIL,
+        shapes.DETAIL_SHAPE,
         refused=(400, 404, 409, 413),
         body=shapes.DefinitionRestoreSerializer,
-        parameters=[_MODEL, OpenApiParameter("number", OpenApiTypes.INT, OpenApiParameter.PATH)],
+        parameters=[_NAME_PARAMETER, OpenApiParameter("number", OpenApiTypes.INT, OpenApiParameter.PATH)],
         sent={"revision": 3},
         shown=shapes.DETAIL_EXAMPLE,
     )
     def post(self, request: Request, name: str, number: int) -> Response:
-        """Its text becomes the newest revision; 409 with `revision` if the definition has changed since."""
+        """Saves the text of this revision as the newest one; 409 with `revision` if it has changed since."""
         fields = validate_body(shapes.DefinitionRestoreSerializer, request) if request.data else {}
         store.restore(
             name,

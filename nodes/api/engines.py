@@ -42,12 +42,12 @@ from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation, Status
 
 STATUS_TIMEOUT = 5.0
-"""Seconds within which an engine must report its status."""
+"""Seconds that an engine may take to report its status."""
 MAX_REPLICAS = 256
-"""Maximum number of a model's engines that one request queries."""
-MAX_REQUESTED = 64
+"""Maximum number of engines of a model whose status one request reads."""
+MAX_REQUESTED_REPLICAS = 64
 """Maximum number of replicas that one request loads."""
-MODEL_LOADED = Shape(
+MODEL_LOADED_SHAPE = Shape(
     "ModelLoaded",
     "Which model is loaded; `jobID` is the operation that loads it, if one was needed.",
     [
@@ -57,13 +57,13 @@ MODEL_LOADED = Shape(
         field("jobIDs", {"type": "array", "items": UUID_SCHEMA}, "Of several loads.", optional=True),
     ],
 )
-MEMORY = Shape(
+MEMORY_SHAPE = Shape(
     "EngineMemory",
     "What an engine says of its memory.",
     [field("total", BYTES), field("breakdown", mapping_schema(BYTES))],
 )
-_STATE = count(-1, maximum=2) | {"description": "-1 error, 0 not initialised, 1 busy, 2 ready."}
-ENGINE_STATUS = Shape(
+_STATE_SCHEMA = count(-1, maximum=2) | {"description": "-1 error, 0 not initialised, 1 busy, 2 ready."}
+ENGINE_STATUS_SHAPE = Shape(
     "EngineStatus",
     "One replica, and what its engine says of itself, or why it says nothing.",
     [
@@ -71,23 +71,27 @@ ENGINE_STATUS = Shape(
         field("node_name", TEXT),
         field("replica_index", count()),
         field("in_flight", count()),
-        field("state", _STATE, nullable=True),
-        field("memory", MEMORY.ref, nullable=True),
+        field("state", _STATE_SCHEMA, nullable=True),
+        field("memory", MEMORY_SHAPE.ref, nullable=True),
         field("error", TEXT, optional=True),
     ],
 )
-MONITOR = Shape(
+MONITOR_SHAPE = Shape(
     "ModelMonitor",
     "State and memory of the first replica that answers, and all of them.",
-    [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
+    [
+        field("state", _STATE_SCHEMA),
+        field("memory", MEMORY_SHAPE.ref),
+        field("replicas", ENGINE_STATUS_SHAPE.many),
+    ],
 )
 _MONITORED = [
     base.query_parameter("model", base.text_schema(models.MAX_MODEL_LENGTH), "Which model.", required=True)
 ]
-_MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
+_MEMORY_EXAMPLE = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITOR_EXAMPLE = {
     "state": 2,
-    "memory": _MEMORY,
+    "memory": _MEMORY_EXAMPLE,
     "replicas": [
         {
             "node_id": base.NODE_ID,
@@ -95,23 +99,26 @@ _MONITOR_EXAMPLE = {
             "replica_index": 0,
             "in_flight": 1,
             "state": 2,
-            "memory": _MEMORY,
+            "memory": _MEMORY_EXAMPLE,
         }
     ],
 }
 
 
 class BackendModelSerializer(models.UnloadModelSerializer):
-    """The name of a model, in the reference's field."""
+    """The name of a model, in the field that the reference uses."""
 
     model_name = None  # type: ignore[assignment]
     model = models.ModelName(source="model_name", schema={"minLength": 1})
 
 
 class LoadModelSerializer(BackendModelSerializer):
-    """A model to load, optionally with replicas to add and a node; by default one replica is enough."""
+    """A model to load, and optionally the number of replicas to add and the node for them.
 
-    replicas = Whole(required=False, min_value=1, max_value=MAX_REQUESTED)
+    Without both, one serving replica is enough.
+    """
+
+    replicas = Whole(required=False, min_value=1, max_value=MAX_REQUESTED_REPLICAS)
     node_id = Text(required=False, max_length=64)
 
 
@@ -121,9 +128,9 @@ class LoadView(APIView):
     @describe(
         "backend_load",
         "Load a model",
-        MODEL_LOADED,
+        MODEL_LOADED_SHAPE,
         meaning="A replica serves.",
-        others={202: OpenApiResponse(MODEL_LOADED.ref, "The loads are recorded and go on.")},
+        others={202: OpenApiResponse(MODEL_LOADED_SHAPE.ref, "The loads are recorded and go on.")},
         refused=(400, 404, 409, 413),
         body=LoadModelSerializer,
         sent={"model": "minilm"},
@@ -131,10 +138,10 @@ class LoadView(APIView):
         tag="nodes",
     )
     def post(self, request: Request) -> Response:
-        """Loads one replica of the model unless one serves; errors carry `loaded` and `message` as well.
+        """Loads one replica of the model unless one serves. Errors carry `loaded` and `message` as well.
 
-        With `replicas` or `node_id` (ours) every call loads that many more, on that node or wherever they
-        fit: a load each.
+        With `replicas` or `node_id` (which the reference lacks) every call loads that many further replicas,
+        on that node or on any node, as a load each.
         """
         try:
             return self._load(request)
@@ -150,7 +157,7 @@ class LoadView(APIView):
         if fields.get("replicas") or fields.get("node_id"):
             return self._load_more(request, fields)
         if fleet_queries.is_served(model):
-            return Response(MODEL_LOADED.of(loaded=[model], message=f"model {model} is loaded"))
+            return Response(MODEL_LOADED_SHAPE.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted_load = OperationRequest(
             load_request.KIND,
@@ -179,9 +186,9 @@ class LoadView(APIView):
 
 
 def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
-    """Return the response: 200 if all loads have ended, 202 if one is still running. Raise LoadFailed."""
+    """Return 200 if all loads have ended, 202 if one is still running. Raise LoadFailed."""
     if wait:
-        until = clock.monotonic() + models.WAIT_FOR_END
+        until = clock.monotonic() + models.MAX_WAIT_SECONDS
         operations = [
             models.wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
         ]
@@ -189,7 +196,7 @@ def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise LoadFailed(f"loading model {model} failed: {operation.error or operation.message}")
     finished = all(operation.status == Status.COMPLETED for operation in operations)
-    body = MODEL_LOADED.of(
+    body = MODEL_LOADED_SHAPE.of(
         loaded=[model] if finished else [],
         message=f"model {model} is {'loaded' if finished else 'being loaded'}",
         jobID=str(operations[0].id),
@@ -205,7 +212,7 @@ class ShutdownView(APIView):
         "backend_shutdown", "Stop a model", BackendModelSerializer, models.UNLOAD_MESSAGES, key="model"
     )
     def post(self, request: Request) -> Response:
-        """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
+        """Unloads the model from every node (R6.11). 404 if it is not loaded; 502 lists the failures."""
         return models.run_and_respond(
             request, unload_requests.unload, BackendModelSerializer, models.UNLOAD_MESSAGES
         )
@@ -217,14 +224,14 @@ class MonitorView(APIView):
     @describe(
         "backend_monitor",
         "Show a model's engines",
-        MONITOR,
+        MONITOR_SHAPE,
         refused=(400, 404, 502),
         parameters=_MONITORED,
         shown=_MONITOR_EXAMPLE,
         tag="nodes",
     )
     def get(self, request: Request) -> Response:
-        """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
+        """Returns the status that the engines of the model's replicas report. 404 if none is loaded."""
         model = base.read_query(request, _MONITORED)["model"]
         if not model:
             raise errors.InvalidInput("model is required", field="model")
@@ -235,7 +242,7 @@ class MonitorView(APIView):
         first = next((status for status in statuses if status["state"] is not None), None)
         if first is None:
             raise CommandFailed(f"no engine of model {model} answers: {statuses[0]['error']}")
-        return Response(MONITOR.of(state=first["state"], memory=first["memory"], replicas=statuses))
+        return Response(MONITOR_SHAPE.of(state=first["state"], memory=first["memory"], replicas=statuses))
 
 
 @dataclass(frozen=True)
@@ -264,17 +271,17 @@ async def _read_status(engine: _Engine) -> dict[str, Any]:
     try:
         status = await client.status(STATUS_TIMEOUT)
         state = int(status.state)
-        memory = MEMORY.of(total=status.memory.total, breakdown=dict(status.memory.breakdown))
+        memory = MEMORY_SHAPE.of(total=status.memory.total, breakdown=dict(status.memory.breakdown))
     except BackendError as error:
         problem = error.message
     finally:
         await client.close()
-    return ENGINE_STATUS.of_object(
+    return ENGINE_STATUS_SHAPE.of_object(
         engine, node_id=str(engine.node_id), state=state, memory=memory, error=problem
     )
 
 
-LOADING = Shape(
+LOADING_SHAPE = Shape(
     "ModelLoading",
     "A load that goes on, or the failure that stands for a moment.",
     [
@@ -293,7 +300,7 @@ LOADING = Shape(
         field("eta_seconds", count(), "Seconds that are left, once bytes move.", optional=True),
     ],
 )
-_EXAMPLE = {
+_LOADING_EXAMPLE = {
     "model": "minilm",
     "state": "loading",
     "progress": 40.0,
@@ -315,23 +322,26 @@ class LoadStatusView(APIView):
     @describe(
         "models_load_status",
         "Show how far the load of a model is",
-        LOADING,
+        LOADING_SHAPE,
         refused=(404,),
         parameters=[OpenApiParameter("model", str, OpenApiParameter.PATH)],
-        shown=_EXAMPLE,
+        shown=_LOADING_EXAMPLE,
         tag="nodes",
     )
     def get(self, request: Request, model: str) -> Response:
-        """404 when no load goes on: the model may be ready, so ask it again."""
+        """Returns the progress of the model's load.
+
+        404 when no load is running: the model may be ready, so send the request to it again.
+        """
         now = clock.now()
         operation = wait.status(model, now)
         if operation is None:
             raise errors.NotFound(f"no load is running for model {model}")
         shows_node = wait.may_see_nodes(principal(request))
-        return Response(LOADING.of(**wait.loading_body(model, operation, now, shows_node=shows_node)))
+        return Response(LOADING_SHAPE.of(**wait.loading_body(model, operation, now, shows_node=shows_node)))
 
 
-LOG_LINE = Shape(
+LOG_LINE_SHAPE = Shape(
     "LogLine",
     "One line of an engine's output.",
     [
@@ -353,7 +363,7 @@ class LoggedModelsView(base.NodeView):
         shown=["minilm"],
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """The models whose engines the worker keeps output of, those that have ended included."""
+        """Returns the models whose engine output the worker keeps, including engines that have ended."""
         return Response(_read_from_worker(node_id, worker_logs.models))
 
 
@@ -363,14 +373,15 @@ class LogLinesView(base.NodeView):
     @describe(
         "nodes_logs_read",
         "Show the log of a model on a node",
-        LOG_LINE.many,
+        LOG_LINE_SHAPE.many,
         refused=(400, 404, 409, 502, 504),
         shown=[{"timestamp": base.MOMENT, "stream": "stderr", "text": "loading the model"}],
     )
     def get(self, request: Request, node_id: str, model: str) -> Response:
-        """The last lines of a model's engines in order of time; `model#0` is one replica (`%23` in the URL).
+        """Returns the last lines of a model's engines in order of time.
 
-        Empty for a model that the worker does not know.
+        `model#0` is one replica (`%23` in the URL). The list is empty for a model that the worker does not
+        know.
         """
         if len(model) > worker_logs.MAX_NAME_LENGTH:
             raise errors.InvalidInput(f"the model's name is over {worker_logs.MAX_NAME_LENGTH} characters")
@@ -378,7 +389,7 @@ class LogLinesView(base.NodeView):
 
 
 def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
-    """Return the worker's response. No database connection is held during the request."""
+    """Send a request to the node's worker and return its response, without holding a database connection."""
     server = dial_targets.http_server(parse_id(node_id))
     if not connection.in_atomic_block:
         connection.close()

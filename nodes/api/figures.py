@@ -19,17 +19,17 @@ from nodes.figures.series import DAY, HOUR, MINUTE, SECOND, Columns
 from nodes.figures.store import Span
 from nodes.models import BackendNode, NodeEvent, NodeModel
 
-STEPS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
+STEP_SECONDS = (10, 60, 300, 600, 3600, 7200, 21600, 86400)
 DEFAULT_POINTS, MAX_POINTS = 400, 1500
 MAX_EVENTS = 100
-SCOPES = ("cluster", "node", "model")
-MAX_AGE = 366 * DAY
+FIGURE_SCOPES = ("cluster", "node", "model")
+MAX_FIGURE_AGE = 366 * DAY
 _RETENTION_BY_STEP = {10: store.SAMPLES_TABLE.kept, 60: store.HOURS_TABLE.kept, 3600: store.DAYS_TABLE.kept}
-"""Retention of stored values by their step in seconds."""
+"""How long stored values are kept, by their step in seconds."""
 _RETENTION_SLACK = 10 * MINUTE
-"""Time for which figures stay stored after their retention."""
+"""Time for which values stay stored after their retention has ended."""
 
-_UNITS = {
+_UNIT_BY_FIGURE = {
     "vram_used": "bytes",
     "vram_total": "bytes",
     "ram_used": "bytes",
@@ -47,18 +47,18 @@ _UNITS = {
     "completion_tokens": "tokens",
     "first_token": "seconds",
 }
-FIGURE = Shape(
+FIGURE_SHAPE = Shape(
     "Figure",
     "One figure over time.",
     [
-        field("name", enum_schema(list(_UNITS))),
+        field("name", enum_schema(list(_UNIT_BY_FIGURE))),
         field(
             "gpu",
             count(),
             "The GPU's index; null: the figure is the node's, model's or cluster's.",
             nullable=True,
         ),
-        field("unit", enum_schema(sorted(set(_UNITS.values())))),
+        field("unit", enum_schema(sorted(set(_UNIT_BY_FIGURE.values())))),
         field(
             "values",
             {"type": "array", "items": {"type": "number", "nullable": True}},
@@ -66,7 +66,7 @@ FIGURE = Shape(
         ),
     ],
 )
-FIGURE_EVENT = Shape(
+FIGURE_EVENT_SHAPE = Shape(
     "FigureEvent",
     "What happened to a node.",
     [
@@ -76,23 +76,23 @@ FIGURE_EVENT = Shape(
         column("node_name", TEXT),
     ],
 )
-FIGURES = Shape(
+FIGURES_SHAPE = Shape(
     "Figures",
     "Figures on a grid of steps.",
     [
-        field("scope", enum_schema(SCOPES)),
+        field("scope", enum_schema(FIGURE_SCOPES)),
         field("name", TEXT, "Empty for the cluster."),
         field("from", TIME, "The beginning of the first step."),
-        field("step", {"type": "integer", "enum": list(STEPS)}, "Seconds."),
-        field("figures", FIGURE.many),
+        field("step", {"type": "integer", "enum": list(STEP_SECONDS)}, "Seconds."),
+        field("figures", FIGURE_SHAPE.many),
         field(
             "events",
-            FIGURE_EVENT.many,
+            FIGURE_EVENT_SHAPE.many,
             f"The last {MAX_EVENTS} of these nodes in that time, the oldest first.",
         ),
     ],
 )
-_EXAMPLE = {
+_FIGURES_EXAMPLE = {
     "scope": "node",
     "name": "gpu-a",
     "from": "2026-08-22T09:00:00+00:00",
@@ -104,13 +104,13 @@ _EXAMPLE = {
     "events": [{"at": MOMENT, "kind": "drained", "node_id": NODE_ID, "node_name": "gpu-a"}],
 }
 _PARAMETERS = [
-    query_parameter("scope", enum_schema(SCOPES), "What they are of.", required=True),
+    query_parameter("scope", enum_schema(FIGURE_SCOPES), "What they are of.", required=True),
     query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
     query_parameter("from", TIME, "The beginning; an hour before `to` unless given, a year ago at most."),
     query_parameter("to", TIME, "The end; now unless given."),
     query_parameter(
         "step",
-        {"type": "integer", "enum": list(STEPS)},
+        {"type": "integer", "enum": list(STEP_SECONDS)},
         f"Seconds; at most {MAX_POINTS} steps. Unless given, the least that is kept for the time and"
         f" has at most {DEFAULT_POINTS} steps.",
     ),
@@ -123,13 +123,16 @@ class FiguresView(NodeView):
     @describe(
         "figures_read",
         "Show figures over time",
-        FIGURES,
+        FIGURES_SHAPE,
         refused=(400, 404),
         parameters=_PARAMETERS,
-        shown=_EXAMPLE,
+        shown=_FIGURES_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
-        """10-second values are kept for an hour, minutes for two days, hours for a year."""
+        """Returns figures over time.
+
+        10-second values are kept for an hour, minutes for two days, hours for a year.
+        """
         query, now = read_query(request, _PARAMETERS), clock.now()
         scope = query["scope"]
         name, node_id, subjects = _subjects(scope, query["name"])
@@ -139,7 +142,7 @@ class FiguresView(NodeView):
         )
         for of_subject in store.read(subjects, span).values():
             columns |= of_subject
-        body = FIGURES.of(
+        body = FIGURES_SHAPE.of(
             scope=scope,
             name=name,
             step=span.step // SECOND,
@@ -150,9 +153,12 @@ class FiguresView(NodeView):
 
 
 def _subjects(scope: str, name: str) -> tuple[str, UUID | None, list[str]]:
-    """Return the displayed name, the node's id and the subjects; raise InvalidInput or NotFound."""
-    if scope not in SCOPES or bool(name) != (scope != "cluster"):
-        wrong = "name" if scope in SCOPES else "scope"
+    """Return what the request is about: the displayed name, the node's id, and the subjects of the figures.
+
+    Raises InvalidInput or NotFound.
+    """
+    if scope not in FIGURE_SCOPES or bool(name) != (scope != "cluster"):
+        wrong = "name" if scope in FIGURE_SCOPES else "scope"
         raise errors.InvalidInput(
             f"{wrong}: a scope, and the name of a node or model unless it is cluster", field=wrong
         )
@@ -169,15 +175,15 @@ def _subjects(scope: str, name: str) -> tuple[str, UUID | None, list[str]]:
 
 
 def _parse_span(query: Mapping[str, Any], now: datetime) -> Span:
-    """Return the requested grid. Raise InvalidInput with the name of the wrong parameter."""
+    """Return the requested steps. Raise InvalidInput with the name of an invalid parameter."""
     until, since = query["to"], query["from"]
     end = now if until is None or until > now else until
     start = end - HOUR if since is None else since
-    if not now - MAX_AGE <= start < end:
+    if not now - MAX_FIGURE_AGE <= start < end:
         raise errors.InvalidInput("from must be before to and now, and at most a year ago", field="from")
     seconds = query["step"] or _default_step(end - start, now - start)
-    if seconds not in STEPS:
-        raise errors.InvalidInput(f"step must be one of {', '.join(map(str, STEPS))}", field="step")
+    if seconds not in STEP_SECONDS:
+        raise errors.InvalidInput(f"step must be one of {', '.join(map(str, STEP_SECONDS))}", field="step")
     step = timedelta(seconds=seconds)
     first = series.floor_to_step(start, step)
     span = Span(first, step, -((first - end) // step))
@@ -187,24 +193,26 @@ def _parse_span(query: Mapping[str, Any], now: datetime) -> Span:
 
 
 def _retention_of(step: int) -> timedelta:
-    """Return the minimum time for which values of this step exist."""
+    """Return how long values with this step are kept at least."""
     return _RETENTION_BY_STEP[max(least for least in _RETENTION_BY_STEP if least <= step)] + _RETENTION_SLACK
 
 
 def _default_step(length: timedelta, age: timedelta) -> int:
     usual = (
-        step for step in STEPS if length <= DEFAULT_POINTS * step * SECOND and age <= _retention_of(step)
+        step
+        for step in STEP_SECONDS
+        if length <= DEFAULT_POINTS * step * SECOND and age <= _retention_of(step)
     )
-    return next(usual, STEPS[-1])
+    return next(usual, STEP_SECONDS[-1])
 
 
 def _first_kept_index(span: Span, now: datetime) -> int:
-    """Return the index of the first step that is within the retention."""
+    """Return the index of the first step whose values are still kept."""
     return max(-((span.start - now + _retention_of(span.step // SECOND)) // span.step), 0)
 
 
 def _figure_rows(columns: Columns, first_kept: int) -> Iterator[Row]:
-    """Yield the rows of the figures. Within the retention a count without a sample is zero."""
+    """Yield the figures. A count without a sample is zero in steps whose values are kept."""
     counts: Columns = {
         name: [
             0 if value is None and index >= first_kept else value for index, value in enumerate(columns[name])
@@ -214,11 +222,13 @@ def _figure_rows(columns: Columns, first_kept: int) -> Iterator[Row]:
     names = {series.split_name(name): name for name in columns if not name.startswith("first_token")}
     for gpu, figure in sorted(names, key=lambda key: (-1 if key[0] is None else key[0], key[1])):
         values: list[Any] = counts.get(figure) or columns[names[gpu, figure]]
-        if _UNITS[figure] == "bytes":
+        if _UNIT_BY_FIGURE[figure] == "bytes":
             values = [None if value is None else value << 20 for value in values]
-        yield FIGURE.of(name=figure, gpu=gpu, unit=_UNITS[figure], values=values)
+        yield FIGURE_SHAPE.of(name=figure, gpu=gpu, unit=_UNIT_BY_FIGURE[figure], values=values)
     if counts:
-        yield FIGURE.of(name="first_token", gpu=None, unit="seconds", values=first_token_seconds(counts))
+        yield FIGURE_SHAPE.of(
+            name="first_token", gpu=None, unit="seconds", values=first_token_seconds(counts)
+        )
 
 
 def first_token_seconds(counts: Columns) -> list[float | None]:
@@ -231,16 +241,16 @@ def _event_rows(node_id: UUID | None, span: Span) -> list[Row]:
     rows = NodeEvent.objects.filter(at__gte=span.start, at__lt=span.end).order_by("-id")
     if node_id is not None:
         rows = rows.filter(node_id=node_id)
-    return FIGURE_EVENT.rows(rows[:MAX_EVENTS])[::-1]
+    return FIGURE_EVENT_SHAPE.rows(rows[:MAX_EVENTS])[::-1]
 
 
-def last_minute(now: datetime) -> Span:
-    """Return the minute that ended ten seconds ago: later counts may not be stored yet."""
+def last_complete_minute(now: datetime) -> Span:
+    """Return the minute that ended ten seconds ago; counts of later seconds may not be stored yet."""
     return Span(series.floor_to_step(now, series.SAMPLE_EVERY) - series.SAMPLE_EVERY - MINUTE, MINUTE, 1)
 
 
 def rate_fields(columns: Columns) -> dict[str, Any]:
-    """Return the rates per second that follow from the counts of one minute."""
+    """Return the rates per second, from the counts of one minute."""
     counts = {name: columns.get(name, [0]) for name in series.COUNTED_FIGURES}
     rates = {name: round((values[0] or 0) / 60, 2) for name, values in counts.items()}
     return {
@@ -257,20 +267,22 @@ _RATE_FIELDS = [
     field("tokens_per_second", {"type": "number"}, "Of answers."),
     field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
 ]
-TRAFFIC = Shape(
+TRAFFIC_SHAPE = Shape(
     "OverviewTraffic",
     "Requests for inference in the last minute that all web processes have reported.",
     _RATE_FIELDS,
 )
-MAX_RATED = 2000
+MAX_RATED_MODELS = 2000
 """Maximum number of models in one response."""
-RATE = Shape(
+RATE_SHAPE = Shape(
     "ModelRate",
     "Requests for a model in the last minute that all web processes have reported.",
     [field("name", TEXT), *_RATE_FIELDS],
 )
-RATES = Shape(
-    "ModelRates", "The models that have replicas.", [field("models", RATE.many, f"At most {MAX_RATED}.")]
+RATES_SHAPE = Shape(
+    "ModelRates",
+    "The models that have replicas.",
+    [field("models", RATE_SHAPE.many, f"At most {MAX_RATED_MODELS}.")],
 )
 
 
@@ -280,7 +292,7 @@ class ModelRatesView(NodeView):
     @describe(
         "figures_models",
         "Show the requests of all models",
-        RATES,
+        RATES_SHAPE,
         shown={
             "models": [
                 {
@@ -294,9 +306,11 @@ class ModelRatesView(NodeView):
         },
     )
     def get(self, request: Request) -> Response:
-        """The requests of each model with a replica over the last minute, in a constant number of queries."""
+        """Returns the request rates of each model that has a replica, over the last minute; a few queries."""
         names = NodeModel.objects.order_by("model_name").values_list("model_name", flat=True).distinct()
-        subjects = {series.MODEL_PREFIX + name: name for name in names[:MAX_RATED]}
-        columns = store.read(list(subjects), last_minute(clock.now())) if subjects else {}
-        models = [RATE.of(name=subjects[subject], **rate_fields(columns[subject])) for subject in columns]
-        return Response(RATES.of(models=models))
+        subjects = {series.MODEL_PREFIX + name: name for name in names[:MAX_RATED_MODELS]}
+        columns = store.read(list(subjects), last_complete_minute(clock.now())) if subjects else {}
+        models = [
+            RATE_SHAPE.of(name=subjects[subject], **rate_fields(columns[subject])) for subject in columns
+        ]
+        return Response(RATES_SHAPE.of(models=models))

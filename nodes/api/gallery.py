@@ -1,9 +1,10 @@
 """`GET /api/node/:id/gallery/:file`: a file of the gallery that this server offers to its workers.
 
-A raw ASGI application in front of Django. It authenticates the node by its own secret, opens the file, and
-sends it in pieces that threads read. So a long archive needs no more memory than a short one and never blocks
-the event loop. Only regular files directly in `CLUSTER_GALLERY_DIR` are served; pending nodes, and nodes that
-have only the shared token, get none. A single range is supported, so that a worker can resume a download.
+A raw ASGI application in front of Django. It authenticates the node by the node's own secret, opens the file,
+and sends it in pieces that threads read. So a long archive needs no more memory than a short one and never
+blocks the event loop. Only regular files directly in `CLUSTER_GALLERY_DIR` are served. A pending node, or one
+that has only the shared token, is refused. A single range is supported, so that a worker can resume a
+download.
 """
 
 import asyncio
@@ -22,21 +23,21 @@ from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_hea
 from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.shapes import reference
 from nodes.api import worker_routes
-from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
+from nodes.api.worker_routes import NO_CREDENTIAL_MESSAGE, parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import claims, identity
 
 PIECE_BYTES = 256 * 1024
 STALL_LIMIT = 60.0
-"""Seconds within which a client must receive one piece."""
-_PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/gallery/(?P<file>[^/]+)\Z")
-_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
-_UNKNOWN = "there is no such file in the gallery"
+"""Seconds that a client may take to receive one piece."""
+_PATH_PATTERN = re.compile(r"/api/node/(?P<node_id>[^/]+)/gallery/(?P<file>[^/]+)\Z")
+_RANGE_PATTERN = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
+_UNKNOWN_FILE_MESSAGE = "there is no such file in the gallery"
 
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """An open file, and the range to send: `length` bytes from `start`."""
+    """An open file with the range to send: `length` bytes from `start`."""
 
     file: BinaryIO
     size: int
@@ -70,7 +71,7 @@ class NoSuchRange(errors.InvalidInput):
 
 
 class GalleryApplication:
-    """ASGI application."""
+    """ASGI application that sends the files of the gallery."""
 
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:
@@ -89,9 +90,9 @@ class GalleryApplication:
         if scope["method"] != "GET":
             raise worker_routes.method_not_allowed(scope["method"])
         headers = worker_routes.headers_of(scope)
-        match = _PATH.match(scope["path"])
+        match = _PATH_PATTERN.match(scope["path"])
         try:
-            await _prove(
+            await _require_approved_node(
                 parse_node_id(match["node_id"]) if match else None, headers, worker_routes.client_of(scope)
             )
         except errors.NotAuthenticated as refusal:
@@ -102,15 +103,15 @@ class GalleryApplication:
         try:
             file = await asyncio.to_thread(gallery_index.open_served, folder, match["file"])
         except (ValueError, OSError) as error:
-            raise errors.NotFound(_UNKNOWN) from error
+            raise errors.NotFound(_UNKNOWN_FILE_MESSAGE) from error
         return await asyncio.to_thread(_select_range, file, headers.get(b"range", ""))
 
 
-async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -> None:
-    """Raise a refusal unless the secret belongs to this node and the node is approved."""
+async def _require_approved_node(node_id: UUID | None, headers: dict[bytes, str], source: str) -> None:
+    """Raise the refusal unless the secret belongs to this node and the node is approved."""
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
-        raise errors.NotAuthenticated(NO_CREDENTIAL)
+        raise errors.NotAuthenticated(NO_CREDENTIAL_MESSAGE)
     instance = headers.get(b"x-localai-node-instance", "")
     try:
         await database_sync_to_async(_prove_row)(node_id, secret, instance)
@@ -138,9 +139,9 @@ def _prove_row(node_id: UUID | None, secret: str, instance: str) -> None:
 
 
 def _select_range(file: BinaryIO, range_header: str) -> _OpenFile:
-    """Return the range of a Range header; the whole file without a header or with an unknown one."""
+    """Return the range of a Range header; the whole file without a header or with an unknown unit."""
     size = file.seek(0, 2)
-    match = _RANGE.fullmatch(range_header)
+    match = _RANGE_PATTERN.fullmatch(range_header)
     if match is None:
         file.seek(0)
         return _OpenFile(file, size, 0, size, partial=False)
@@ -181,7 +182,7 @@ def _headers(error: errors.ClusterError) -> dict[str, str]:
     return {**refusal_headers(error), **({"Allow": "GET"} if error.status == 405 else {})}
 
 
-_BYTES: Operation = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_BYTES_CONTENT: Operation = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 GALLERY: Operation = {
     **worker_routes.describe_node_route(
         "node_gallery",
@@ -192,9 +193,9 @@ GALLERY: Operation = {
         "file",
     ),
     "responses": {
-        "200": {"description": "The file.", "content": _BYTES},
-        "206": {"description": "A part of the file.", "content": _BYTES},
-        **worker_routes.WRONG_SECRET,
+        "200": {"description": "The file.", "content": _BYTES_CONTENT},
+        "206": {"description": "A part of the file.", "content": _BYTES_CONTENT},
+        **worker_routes.WRONG_SECRET_RESPONSE,
         "416": {
             "description": "The file is shorter than the range.",
             "content": json_body(reference("Refusal")),

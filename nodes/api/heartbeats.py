@@ -30,7 +30,7 @@ from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_hea
 from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.shapes import reference
 from nodes.api import worker_routes
-from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
+from nodes.api.worker_routes import NO_CREDENTIAL_MESSAGE, parse_node_id
 from nodes.registry import claims, heartbeats, identity, resources
 from nodes.registry.heartbeats import Beat, IdentityCache
 from nodes.replicas import checks
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 BATCH_INTERVAL = 1.0
-_PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/heartbeat/?\Z")
+_PATH_PATTERN = re.compile(r"/api/node/(?P<node_id>[^/]+)/heartbeat/?\Z")
 
 Verdict = errors.ClusterError | None
-"""The refusal of a heartbeat; None if it is accepted."""
+"""Result of a heartbeat's authentication: the refusal, or None if it is accepted."""
 
 
 class HeartbeatAuthenticator:
-    """Authenticates heartbeats by the identity cache.
+    """Authenticates heartbeats by the identity cache, and by rows if the cache cannot decide.
 
-    Heartbeats that the cache cannot decide share a query.
+    Concurrent heartbeats that need rows share a query.
     """
 
     def __init__(self, database: Callable[[], StatementRunner], identities: IdentityCache) -> None:
@@ -58,7 +58,7 @@ class HeartbeatAuthenticator:
         self._calls: CallBatcher[Beat, Verdict] = CallBatcher(self._prove_all)
 
     async def prove(self, beat: Beat) -> Verdict:
-        """Return the refusal of the heartbeat or None. A database outage is the refusal Unavailable."""
+        """Return the refusal of the heartbeat, or None; during a database outage Unavailable."""
         return None if self._identities.accepts(beat) else await self._calls.put(beat)
 
     async def _prove_all(self, beats: Sequence[Beat]) -> Sequence[Verdict]:
@@ -66,8 +66,8 @@ class HeartbeatAuthenticator:
         return [verdicts.get(beat.key, away) for beat in beats]
 
     async def _check_batch(
-        self, beats: Mapping[heartbeats.Key, Beat]
-    ) -> tuple[dict[heartbeats.Key, Verdict], Verdict]:
+        self, beats: Mapping[heartbeats.HeartbeatKey, Beat]
+    ) -> tuple[dict[heartbeats.HeartbeatKey, Verdict], Verdict]:
         away = errors.Unavailable("the database is unavailable")
         try:
             return await self._check_beats(beats), away
@@ -80,12 +80,14 @@ class HeartbeatAuthenticator:
             log.exception("%d heartbeats not proved", len(beats))
         return {}, away
 
-    async def _check_beats(self, beats: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
+    async def _check_beats(
+        self, beats: Mapping[heartbeats.HeartbeatKey, Beat]
+    ) -> dict[heartbeats.HeartbeatKey, Verdict]:
         database = self._database()
         if self._identities.needs_refresh:
             await self._identities.refresh(database)
         undecided = [beat for beat in beats.values() if not self._identities.accepts(beat)]
-        return dict.fromkeys(beats) | await heartbeats.prove(database, undecided)
+        return dict.fromkeys(beats) | await heartbeats.check_identities(database, undecided)
 
 
 class BeatWriter:
@@ -93,7 +95,7 @@ class BeatWriter:
 
     def __init__(self, database: Callable[[], StatementRunner], interval: float = BATCH_INTERVAL) -> None:
         self._database = database
-        self._batches: Batcher[heartbeats.Key, Beat] = Batcher(
+        self._batches: Batcher[heartbeats.HeartbeatKey, Beat] = Batcher(
             self._write, merge=lambda earlier, later: later.after(earlier), interval=(interval, interval)
         )
 
@@ -105,8 +107,10 @@ class BeatWriter:
         """Wait until every heartbeat added so far has been written or lost."""
         await self._batches.idle()
 
-    async def _write(self, batch: Mapping[heartbeats.Key, Beat]) -> Mapping[heartbeats.Key, Beat]:
-        """Write the heartbeats. Return the heartbeats to retry, whose node has changed meanwhile."""
+    async def _write(
+        self, batch: Mapping[heartbeats.HeartbeatKey, Beat]
+    ) -> Mapping[heartbeats.HeartbeatKey, Beat]:
+        """Write the heartbeats. Return those whose node has changed meanwhile, for the next batch."""
         try:
             verdicts = await heartbeats.record(self._database(), list(batch.values()))
         except (errors.ClusterError, *UNREACHABLE_ERRORS) as error:
@@ -126,7 +130,7 @@ class BeatWriter:
 
 @dataclass(frozen=True)
 class _HeartbeatRequest:
-    """A parsed request: its heartbeat, the ended engines, and the error of its body."""
+    """A parsed request: its heartbeat, the ended engines in it, and the error of an invalid body."""
 
     beat: Beat
     ended: Sequence[checks.ExitReport] = ()
@@ -134,7 +138,7 @@ class _HeartbeatRequest:
 
 
 class HeartbeatApplication:
-    """ASGI application; `database` returns the process's pool once it is open."""
+    """ASGI application that receives heartbeats; `database` returns the process's pool once it is open."""
 
     def __init__(self, database: Callable[[], StatementRunner], identities: IdentityCache) -> None:
         self._database = database
@@ -164,7 +168,7 @@ class HeartbeatApplication:
         if scope["method"] != "POST":
             return 405, _refusal(worker_routes.method_not_allowed(scope["method"])), {"Allow": "POST"}
         try:
-            call = await _read(scope, receive)
+            call = await _read_request(scope, receive)
             refusal = await self._gate.prove(call.beat)
         except errors.NotAuthenticated as error:
             raise await worker_routes.refusal_for_caller(error, scope) from error
@@ -190,18 +194,18 @@ class HeartbeatApplication:
             raise errors.Unavailable("the database is unavailable") from error
 
 
-async def _read(scope: worker_routes.Scope, receive: Any) -> _HeartbeatRequest:
-    """Parse the request; raise NotAuthenticated for a text that cannot be a node's credential."""
+async def _read_request(scope: worker_routes.Scope, receive: Any) -> _HeartbeatRequest:
+    """Read and parse the request; raise NotAuthenticated for a text that cannot be a node's credential."""
     headers = worker_routes.headers_of(scope)
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
-        raise errors.NotAuthenticated(NO_CREDENTIAL)
+        raise errors.NotAuthenticated(NO_CREDENTIAL_MESSAGE)
     if (fingerprint := identity.node_fingerprint(secret)) == identity.UNKNOWN_FINGERPRINT:
         raise identity.WrongCredential("invalid node credential")
     node_id, at, instance = _parse_node_id(scope["path"]), clock.now(), _parse_instance(headers)
     try:
         body = await wire.read_json_object(receive, headers.get(b"content-type", ""), MAX_BODY_BYTES)
-        figures, ended = heartbeats.read(body), heartbeats.read_ended(body)
+        figures, ended = heartbeats.parse_heartbeat(body), heartbeats.parse_ended_engines(body)
     except errors.ClusterError as problem:
         return _HeartbeatRequest(Beat(node_id, fingerprint, at, instance), problem=problem)
     return _HeartbeatRequest(Beat(node_id, fingerprint, at, instance, **figures), ended)
@@ -227,7 +231,7 @@ async def _record_conflict(beat: Beat, source: str) -> None:
 
 def _parse_node_id(path: str) -> UUID:
     """Return the node id in the URL. Replace an invalid one by an id that no node has."""
-    match = _PATH.match(path)
+    match = _PATH_PATTERN.match(path)
     return (parse_node_id(match["node_id"]) if match else None) or UUID(int=0)
 
 
@@ -273,7 +277,7 @@ HEARTBEAT: Operation = {
                     "ended_processes": {
                         "type": "array",
                         "nullable": True,
-                        "maxItems": heartbeats.MAX_ENDED,
+                        "maxItems": heartbeats.MAX_ENDED_ENGINES,
                         "description": "Engines that have ended by themselves. Their replicas are removed as"
                         " soon as the worker confirms that it does not run them.",
                         "items": _GONE_OPERATION,
@@ -288,7 +292,7 @@ HEARTBEAT: Operation = {
             "description": "Recorded.",
             "content": json_body(reference("Message"), {"message": "heartbeat recorded"}),
         },
-        **worker_routes.WRONG_SECRET,
+        **worker_routes.WRONG_SECRET_RESPONSE,
         **worker_routes.describe_refusals(400, 403, 404, 409, 413, 429),
     },
 }

@@ -17,7 +17,7 @@ from nodes.backends import installed, intents, inventory, upgrade_check, upgrade
 from nodes.backends.catalogue import WHERE
 from nodes.backends.installed import Upgrade
 
-METADATA = Shape(
+METADATA_SHAPE = Shape(
     "BackendMetadata",
     "What the first node that says so tells of an install (§4.3).",
     [
@@ -28,7 +28,7 @@ METADATA = Shape(
         ),
     ],
 )
-INSTALLED = Shape(
+INSTALLED_SHAPE = Shape(
     "InstalledBackend",
     "A backend and the nodes that have it (§4.3).",
     [
@@ -36,7 +36,7 @@ INSTALLED = Shape(
         field("RunFile", TEXT, "Empty: it is on workers."),
         field("IsMeta", FLAG),
         field("IsSystem", FLAG, "It came with the machines and is not removed."),
-        field("Metadata", METADATA.ref, nullable=True),
+        field("Metadata", METADATA_SHAPE.ref, nullable=True),
         field("upgrade_available", FLAG, optional=True),
         field("available_version", TEXT, optional=True),
         field(
@@ -48,7 +48,7 @@ INSTALLED = Shape(
         field("nodes", WHERE.many),
     ],
 )
-DRIFT = Shape(
+DRIFT_SHAPE = Shape(
     "NodeDrift",
     "A node with another build than most.",
     [
@@ -58,7 +58,7 @@ DRIFT = Shape(
         field("digest", TEXT, optional=True),
     ],
 )
-UPGRADE = Shape(
+UPGRADE_SHAPE = Shape(
     "UpgradeInfo",
     "An upgrade that would change something (§4.4).",
     [
@@ -67,17 +67,17 @@ UPGRADE = Shape(
         field("available_version", TEXT, "The gallery's; empty if it names none."),
         field("installed_digest", TEXT, optional=True),
         field("available_digest", TEXT, optional=True),
-        field("node_drift", DRIFT.many, optional=True),
+        field("node_drift", DRIFT_SHAPE.many, optional=True),
     ],
 )
 
-_NODE = {"node_id": NODE_ID, "node_name": "gpu-a"}
+_NODE_EXAMPLE = {"node_id": NODE_ID, "node_name": "gpu-a"}
 _UPGRADE_EXAMPLE = {
     "minilm": {
         "backend_name": "minilm",
         "installed_version": "1.0.0",
         "available_version": "1.1.0",
-        "node_drift": [{**_NODE, "version": "0.9.0"}],
+        "node_drift": [{**_NODE_EXAMPLE, "version": "0.9.0"}],
     }
 }
 _LIST_EXAMPLE = [
@@ -91,7 +91,7 @@ _LIST_EXAMPLE = [
         "available_version": "1.1.0",
         "nodes": [
             {
-                **_NODE,
+                **_NODE_EXAMPLE,
                 "node_status": "healthy",
                 "version": "1.0.0",
                 "installed_at": "2026-08-20T09:12:44Z",
@@ -107,7 +107,7 @@ def upgrades_by_backend() -> dict[str, Row]:
 
 
 def installed_rows(picture: upgrade_check.UpgradeOverview) -> list[Row]:
-    """Return the installed backends in the form of §4.3, by name, with their pending operations."""
+    """Return the installed backends in the form of §4.3, by name, with their active operations."""
     pending = intents.count_pending_by_backend()
     return [
         _installed_row(backend, picture.upgrades.get(backend.name), pending.get(folded(backend.name), 0))
@@ -117,14 +117,14 @@ def installed_rows(picture: upgrade_check.UpgradeOverview) -> list[Row]:
 
 def _upgrade_row(upgrade: Upgrade) -> Row:
     build = upgrade.backend.majority
-    return UPGRADE.of(
+    return UPGRADE_SHAPE.of(
         backend_name=upgrade.backend.name,
         installed_version=build.version,
         available_version=upgrade.available_version,
         installed_digest=build.digest,
         available_digest=upgrade.available_digest,
         node_drift=[
-            DRIFT.of(**{name: place.node[name] for name in DRIFT.fields if name in place.node})
+            DRIFT_SHAPE.of(**{name: place.node[name] for name in DRIFT_SHAPE.fields if name in place.node})
             for place in upgrade.drifted
         ],
     )
@@ -132,12 +132,12 @@ def _upgrade_row(upgrade: Upgrade) -> Row:
 
 def _installed_row(backend: installed.InstalledBackend, upgrade: Upgrade | None, pending: int) -> Row:
     metadata = backend.metadata
-    return INSTALLED.of(
+    return INSTALLED_SHAPE.of(
         Name=backend.name,
         RunFile="",
         IsMeta=any(place.is_meta for place in backend.places),
         IsSystem=backend.is_system,
-        Metadata=METADATA.of(name=backend.name, **metadata) if metadata else None,
+        Metadata=METADATA_SHAPE.of(name=backend.name, **metadata) if metadata else None,
         upgrade_available=upgrade is not None,
         available_version=upgrade.available_version if upgrade else "",
         pending_operations=pending,
@@ -148,11 +148,11 @@ def _installed_row(backend: installed.InstalledBackend, upgrade: Upgrade | None,
 class InstalledView(BackendRoute):
     """`/backends`."""
 
-    @describe("backends_installed", "List installed backends", INSTALLED.many, shown=_LIST_EXAMPLE)
+    @describe("backends_installed", "List installed backends", INSTALLED_SHAPE.many, shown=_LIST_EXAMPLE)
     def get(self, request: Request) -> Response:
-        """The backends of all approved nodes by name, where each is, and whether there is an upgrade.
+        """Returns the backends of all approved nodes by name, with their nodes and available upgrades.
 
-        Old lists are requested again meanwhile.
+        Inventories that are too old are refreshed in the background.
         """
         inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
         return Response(installed_rows(upgrade_check.read_overview()))
@@ -162,10 +162,13 @@ class UpgradesView(BackendRoute):
     """`/api/backends/upgrades`."""
 
     @describe(
-        "backends_upgrades", "List available upgrades", mapping_schema(UPGRADE.ref), shown=_UPGRADE_EXAMPLE
+        "backends_upgrades",
+        "List available upgrades",
+        mapping_schema(UPGRADE_SHAPE.ref),
+        shown=_UPGRADE_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
-        """By backend, what the galleries offered at the last check compared with what is installed now."""
+        """Returns the available upgrades: what the last check found against the installed builds."""
         return Response(upgrades_by_backend())
 
 
@@ -173,12 +176,16 @@ class UpgradeCheckView(BackendRoute):
     """`/api/backends/upgrades/check`."""
 
     @describe(
-        "backends_upgrades_check", "Check for upgrades", mapping_schema(UPGRADE.ref), shown=_UPGRADE_EXAMPLE
+        "backends_upgrades_check",
+        "Check for upgrades",
+        mapping_schema(UPGRADE_SHAPE.ref),
+        shown=_UPGRADE_EXAMPLE,
     )
     def post(self, request: Request) -> Response:
-        """Has a controller read the galleries again, and answers what was known before.
+        """Requests a check of the galleries, and returns the upgrades that are known now.
 
-        A request while a check waits is the same one. The list shows the outcome when the check has ended.
+        A controller runs the check. A request during a pending check starts no second one. The list of
+        upgrades shows the result when the check has ended.
         """
         upgrades = upgrades_by_backend()
         upgrade_state.request_check()

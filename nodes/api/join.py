@@ -36,7 +36,7 @@ DEFAULT_PAGE_SIZE = 100
 JOIN_TOKEN_STATE = Named(
     "JoinTokenState", {"type": "string", "enum": [state.value for state in joining.TokenState]}
 )
-_FIELDS = [
+_TOKEN_FIELDS = [
     field("id", UUID_FORMAT),
     field("state", JOIN_TOKEN_STATE.ref),
     field("note", TEXT),
@@ -50,12 +50,12 @@ _FIELDS = [
     field("last_used_at", TIME, optional=True),
     field("last_used_by", TEXT, "Name of the node that joined last.", optional=True),
 ]
-JOIN_TOKEN = Shape("JoinToken", "A join token, without the token.", _FIELDS)
-CREATED_TOKEN = Shape(
+JOIN_TOKEN_SHAPE = Shape("JoinToken", "A join token, without the token.", _TOKEN_FIELDS)
+CREATED_TOKEN_SHAPE = Shape(
     "MadeJoinToken",
     "A new join token. `token` and `command` are shown this once.",
     [
-        *_FIELDS,
+        *_TOKEN_FIELDS,
         field("token", {"type": "string", "pattern": "^join-[0-9a-f]{64}$"}),
         field("command", TEXT, "The line to run on the other machine; it contains the token."),
         field("url", TEXT, "The server's URL in that line."),
@@ -71,7 +71,7 @@ CREATED_TOKEN = Shape(
         ),
     ],
 )
-_EXAMPLE = {
+_TOKEN_ROW_EXAMPLE = {
     "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
     "state": "usable",
     "note": "rack 4",
@@ -81,18 +81,18 @@ _EXAMPLE = {
     "max_uses": 1,
     "uses": 0,
 }
-_TOKEN = "join-" + "0" * 64
-_URL = "http://192.0.2.10:8080"
+_TOKEN_EXAMPLE = "join-" + "0" * 64
+_URL_EXAMPLE = "http://192.0.2.10:8080"
 
 
 class JoinTokenRequestSerializer(NullIsAbsent):
-    """For how long, for how many nodes, and what for."""
+    """Validity and maximum number of nodes of a new join token, and a note."""
 
     lifetime_seconds = Whole(
         required=False,
-        min_value=joining.SHORTEST,
-        max_value=joining.LONGEST,
-        schema={"default": joining.USUAL},
+        min_value=joining.MIN_LIFETIME,
+        max_value=joining.MAX_LIFETIME,
+        schema={"default": joining.DEFAULT_LIFETIME},
     )
     uses = Whole(required=False, min_value=1, max_value=joining.MAX_USES, schema={"default": 1})
     note = Text(required=False, max_length=joining.MAX_NOTE_LENGTH)
@@ -104,7 +104,7 @@ class JoinTokenRequestSerializer(NullIsAbsent):
 
 
 def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
-    return [JOIN_TOKEN.of_object(token, state=joining.state(token, now).value) for token in tokens]
+    return [JOIN_TOKEN_SHAPE.of_object(token, state=joining.state(token, now).value) for token in tokens]
 
 
 class JoinTokensView(NodeView):
@@ -113,14 +113,19 @@ class JoinTokensView(NodeView):
     @describe(
         "join_tokens",
         "List join tokens",
-        JOIN_TOKEN.many,
+        JOIN_TOKEN_SHAPE.many,
         refused=(400,),
         parameters=PAGE,
-        shown=[_EXAMPLE],
+        shown=[_TOKEN_ROW_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
-        """Newest first; never the tokens themselves. Expired ones stay for the event retention."""
-        page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), DEFAULT_PAGE_SIZE)
+        """Returns the join tokens, newest first, without the secret texts.
+
+        Expired tokens stay for as long as events are kept.
+        """
+        page = listing.parse_page(
+            listing.Parameters(request.query_params, "limit", "offset"), DEFAULT_PAGE_SIZE
+        )
         tokens = JoinToken.objects.all()
         rows = token_rows(tokens[page.part], clock.now())
         return Response(rows, headers=page.headers(request, tokens.count()))
@@ -128,22 +133,25 @@ class JoinTokensView(NodeView):
     @describe(
         "join_tokens_make",
         "Make a join token",
-        CREATED_TOKEN,
+        CREATED_TOKEN_SHAPE,
         status=201,
         refused=(400, 413),
         body=JoinTokenRequestSerializer,
         sent={"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"},
-        shown=_EXAMPLE
+        shown=_TOKEN_ROW_EXAMPLE
         | {
-            "token": _TOKEN,
-            "command": join_script.join_command(_URL, _TOKEN),
-            "url": _URL,
+            "token": _TOKEN_EXAMPLE,
+            "command": join_script.join_command(_URL_EXAMPLE, _TOKEN_EXAMPLE),
+            "url": _URL_EXAMPLE,
             "url_is_set": True,
             "warnings": [],
         },
     )
     def post(self, request: Request) -> Response:
-        """Works in place of the registration token, for new nodes until it expires or is used up."""
+        """Creates a join token.
+
+        New nodes use it in place of the registration token until it expires or is used up.
+        """
         body = validate_body(JoinTokenRequestSerializer, request)
         configured = conf.cluster().public_url
         url = configured or _base_url(body.get("url") or request.build_absolute_uri("/"))
@@ -153,10 +161,10 @@ class JoinTokensView(NodeView):
             actor=actor_of(request),
             now=now,
             note=body.get("note", ""),
-            lifetime=body.get("lifetime_seconds", joining.USUAL),
+            lifetime=body.get("lifetime_seconds", joining.DEFAULT_LIFETIME),
             uses=body.get("uses", 1),
         )
-        shown = CREATED_TOKEN.of_object(
+        shown = CREATED_TOKEN_SHAPE.of_object(
             token,
             state=joining.state(token, now).value,
             token=plain,
@@ -186,22 +194,22 @@ class JoinTokenView(NodeView):
         shown={"message": "join token revoked"},
     )
     def delete(self, request: Request, token_id: str) -> Response:
-        """It admits no new node any more. Nodes that joined with it stay."""
+        """Revokes the token: it admits no new node. Nodes that registered with it stay."""
         joining.revoke(parse_id(token_id, "join token"), actor=actor_of(request), now=clock.now())
         return Response({"message": "join token revoked"})
 
 
-SCRIPT, WHEEL = "text/x-shellscript", "application/zip"
+SCRIPT_MEDIA_TYPE, WHEEL_MEDIA_TYPE = "text/x-shellscript", "application/zip"
 
 
 class JoinAuthentication(BaseAuthentication):
     """Authenticates machines by a registration or join token, and counts wrong tokens.
 
-    Other credentials are left to the authentication of users.
+    It ignores other credentials, so that the authentication of users can check them.
     """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """Return the joining machine; None for a user's credential.
+        """Return the joining machine; None if the credential is a user's.
 
         Raises the errors for 401 (wrong token) and 429 (too many wrong tokens).
         """
@@ -231,8 +239,8 @@ class JoinAuthentication(BaseAuthentication):
         return authentication.BEARER_CHALLENGE
 
 
-class MayJoin(BasePermission):
-    """Permission of joining machines and admins."""
+class MayJoinPermission(BasePermission):
+    """Permission for joining machines and admins."""
 
     message = "admin access required"
 
@@ -242,14 +250,14 @@ class MayJoin(BasePermission):
 
 
 class JoinView(NodeView):
-    """Base of the routes for script and wheel."""
+    """Base of the views for the join script and the worker package."""
 
     authentication_classes = [
         JoinAuthentication,
         authentication.BearerAuthentication,
         authentication.CookieAuthentication,
     ]
-    permission_classes = [MayJoin]
+    permission_classes = [MayJoinPermission]
     tag = "worker"
 
 
@@ -259,17 +267,19 @@ class ScriptView(JoinView):
     @describe(
         "join",
         "Get the script that adds a machine",
-        others={(200, SCRIPT): OpenApiTypes.STR},
+        others={(200, SCRIPT_MEDIA_TYPE): OpenApiTypes.STR},
         refused=(429,),
     )
     def get(self, request: Request) -> HttpResponse:
-        """A POSIX shell script that installs and starts the worker; it contains no secret.
+        """Returns a POSIX shell script that installs and starts the worker; it contains no secret.
 
-        If the server has no worker package, the script says so and stops.
+        If the server has no worker package, the script prints this and stops.
         """
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
         return _forbid_caching(
-            HttpResponse(join_script.join_script_for(wheel), content_type=f"{SCRIPT}; charset=utf-8")
+            HttpResponse(
+                join_script.join_script_for(wheel), content_type=f"{SCRIPT_MEDIA_TYPE}; charset=utf-8"
+            )
         )
 
 
@@ -277,10 +287,16 @@ class WheelView(JoinView):
     """`/join/wheel`."""
 
     @describe(
-        "join_wheel", "Get the worker package", others={(200, WHEEL): OpenApiTypes.BINARY}, refused=(429,)
+        "join_wheel",
+        "Get the worker package",
+        others={(200, WHEEL_MEDIA_TYPE): OpenApiTypes.BINARY},
+        refused=(429,),
     )
     def get(self, request: Request) -> HttpResponse:
-        """The Python wheel of the worker, as the script installs it. 503 if the server has none."""
+        """Returns the worker's Python package (a wheel) that the script installs.
+
+        503 if the server has none.
+        """
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
         try:
             content = wheel.path.read_bytes() if wheel else None
@@ -288,7 +304,7 @@ class WheelView(JoinView):
             content = None  # replaced or removed in this moment
         if wheel is None or content is None:
             raise errors.Unavailable(join_script.NO_WHEEL_ERROR)
-        answer = HttpResponse(content, content_type=WHEEL)
+        answer = HttpResponse(content, content_type=WHEEL_MEDIA_TYPE)
         answer["Content-Disposition"] = f'attachment; filename="{wheel.path.name}"'
         return _forbid_caching(answer)
 

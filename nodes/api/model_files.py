@@ -19,7 +19,7 @@ from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import TEXT, TIME, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import JOB_ID, MOMENT, job_example, require_node_id
-from nodes.api.node_actions import NodeIds
+from nodes.api.node_actions import NodeIdField
 from nodes.definitions.folder import folder
 from nodes.downloads import unused_files
 from nodes.downloads.unused_files import Selection, UnusedFile
@@ -30,9 +30,9 @@ from nodes.replicas.unload_requests import UnloadRequest
 from operations.api.serializers import requester_of
 from operations.ledger.admission import Admission, Requester
 
-MAX_DAYS, MAX_BYTES = 36_500, 2**60
+MAX_DAYS, MAX_BYTES_NEEDED = 36_500, 2**60
 CONTROL_PLANE = "control plane"
-FILE = Shape(
+FILE_SHAPE = Shape(
     "UnusedFile",
     "A file of the models folder, or on a node all files of a model, which nothing defines or runs.",
     [
@@ -41,36 +41,36 @@ FILE = Shape(
         field("modified_at", TIME, "On a node: the time of the last load that sent them."),
     ],
 )
-PLACE = Shape(
+PLACE_SHAPE = Shape(
     "UnusedFilesPlace",
     "The control plane, or a node.",
     [
         field("node_id", {**UUID_SCHEMA, "nullable": True}, "Null: the control plane."),
         field("node_name", TEXT),
         field("total", count(), "Bytes of its unused files."),
-        field("files", FILE.many, "The oldest first."),
+        field("files", FILE_SHAPE.many, "The oldest first."),
         field("problem", TEXT, "Why nothing can be removed here at the moment.", optional=True),
     ],
 )
-FILES = Shape("UnusedFiles", "Unused files by place.", [field("places", PLACE.many)])
-JOB = Shape(
+FILES_SHAPE = Shape("UnusedFiles", "Unused files by place.", [field("places", PLACE_SHAPE.many)])
+JOB_SHAPE = Shape(
     "FileRemovalJob",
     "An operation that removes files.",
     [field("jobID", UUID_SCHEMA), field("statusUrl", TEXT)],
 )
-REMOVAL = Shape(
+REMOVAL_SHAPE = Shape(
     "FileRemoval",
     "What is being removed, by which operations: one on the control plane, on a node one for each model.",
     [
         field("message", TEXT),
         field("paths", {"type": "array", "items": {"type": "string"}}),
         field("bytes", count()),
-        field("jobs", JOB.many),
+        field("jobs", JOB_SHAPE.many),
         field("jobID", UUID_SCHEMA, "The first of them.", optional=True),
         field("statusUrl", TEXT, optional=True),
     ],
 )
-_FILE = {"path": "old.gguf", "size": 4_800_000_000, "modified_at": MOMENT}
+_FILE_EXAMPLE = {"path": "old.gguf", "size": 4_800_000_000, "modified_at": MOMENT}
 
 
 class UnusedFilesView(APIView):
@@ -79,32 +79,32 @@ class UnusedFilesView(APIView):
     @describe(
         "models_files",
         "List unused files of models",
-        FILES,
+        FILES_SHAPE,
         shown={
             "places": [
                 {
                     "node_id": None,
                     "node_name": CONTROL_PLANE,
                     "total": 4_800_000_000,
-                    "files": [_FILE],
+                    "files": [_FILE_EXAMPLE],
                 }
             ]
         },
         tag="nodes",
     )
     def get(self, request: Request) -> Response:
-        """Files that no definition and no running import names, on the control plane and on each node.
+        """Returns the files that no definition or running import names, of control plane and nodes.
 
-        On nodes only those that loads have sent; workers list no others. Shares are never listed. 503 while
-        the models folder does not answer.
+        On a node these are only files that loads have sent, because workers list no files. Files on shares
+        are never listed. 503 while the models folder does not answer.
         """
-        return Response(FILES.of(places=[place.row for place in _read_locations()]))
+        return Response(FILES_SHAPE.of(places=[place.row for place in _read_locations()]))
 
 
 class RemovalSerializer(NullIsAbsent):
-    """Which unused files of which place; without a node, of the control plane."""
+    """The unused files to remove, of one node or, without a node, of the control plane."""
 
-    node_id = NodeIds(required=False)
+    node_id = NodeIdField(required=False)
     paths = serializers.ListField(
         child=Text(max_length=1024),
         required=False,
@@ -112,7 +112,7 @@ class RemovalSerializer(NullIsAbsent):
         max_length=unused_files.MAX_REMOVED,
     )
     older_than_days = Whole(required=False, min_value=0, max_value=MAX_DAYS)
-    bytes_needed = Whole(required=False, min_value=1, max_value=MAX_BYTES)
+    bytes_needed = Whole(required=False, min_value=1, max_value=MAX_BYTES_NEEDED)
 
 
 class RemoveFilesView(APIView):
@@ -121,10 +121,10 @@ class RemoveFilesView(APIView):
     @describe(
         "models_files_remove",
         "Remove unused files of models",
-        REMOVAL,
+        REMOVAL_SHAPE,
         status=202,
         meaning="The removal is recorded and goes on.",
-        others={200: OpenApiResponse(REMOVAL.ref, "There is nothing to remove.")},
+        others={200: OpenApiResponse(REMOVAL_SHAPE.ref, "There is nothing to remove.")},
         refused=(400, 404, 409, 413),
         body=RemovalSerializer,
         sent={"older_than_days": 30},
@@ -137,9 +137,10 @@ class RemoveFilesView(APIView):
         tag="nodes",
     )
     def post(self, request: Request) -> Response:
-        """Removes these files, those that are older, or the oldest until so many bytes are free.
+        """Removes the named files, files of a minimum age, or the oldest until enough bytes are free.
 
-        What is named meanwhile stays. 409 while a definition cannot be used: it may name any of the files.
+        A file that a definition names meanwhile stays. 409 while a definition cannot be used, because it may
+        name any of the files.
         """
         fields = validate_body(RemovalSerializer, request)
         if not fields.keys() & {"paths", "older_than_days", "bytes_needed"}:
@@ -165,7 +166,7 @@ class RemoveFilesView(APIView):
 
 @dataclass(frozen=True)
 class _StorageLocation:
-    """Unused files of the control plane (None) or a node."""
+    """The unused files of one node or, without a node, of the control plane."""
 
     node_id: UUID | None
     node_name: str = CONTROL_PLANE
@@ -174,17 +175,17 @@ class _StorageLocation:
 
     @property
     def row(self) -> Row:
-        return PLACE.of(
+        return PLACE_SHAPE.of(
             node_id=str(self.node_id) if self.node_id else None,
             node_name=self.node_name,
             total=sum(file.size for file in self.files),
-            files=[FILE.of_object(file) for file in self.files],
+            files=[FILE_SHAPE.of_object(file) for file in self.files],
             problem=self.problem,
         )
 
 
 def _read_locations() -> list[_StorageLocation]:
-    """Return the locations of unused files: the control plane and nodes. Raise FolderUnresponsive."""
+    """Return the unused files of the control plane and of each node. Raise FolderUnresponsive."""
     in_use, files, defined = async_to_sync(_read_files)()
     nodes = unused_files.list_on_nodes(defined)
     return [
@@ -213,11 +214,11 @@ def _request_removal(by: Requester, node_id: UUID | None, files: Sequence[Unused
 
 def _removal_body(files: Sequence[UnusedFile], admissions: Sequence[Admission]) -> Row:
     jobs = [
-        JOB.of(jobID=str(entry.operation.id), statusUrl=f"/api/backends/job/{entry.operation.id}")
+        JOB_SHAPE.of(jobID=str(entry.operation.id), statusUrl=f"/api/backends/job/{entry.operation.id}")
         for entry in admissions
     ]
     amount = counted(len(files), "file is being removed", "files are being removed")
-    return REMOVAL.of(
+    return REMOVAL_SHAPE.of(
         message=amount if files else "there is no such unused file",
         paths=[file.path for file in files],
         bytes=sum(file.size for file in files),

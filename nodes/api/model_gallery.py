@@ -1,6 +1,6 @@
 """Models of galleries under the reference's routes (`contract/http-api.md` §5.4).
 
-Each command is the same import as under the routes of this product; only shapes and names differ.
+Each command starts the same import as our own routes in `sources.py`; only shapes and names differ.
 """
 
 from collections.abc import Callable
@@ -33,35 +33,35 @@ from localai_cluster.web.shapes import (
     mapping_schema,
 )
 from nodes.api import base
-from nodes.api.catalogue import DIRECTIONS, REPOSITORY, SORTS, page_fields, repository_row
+from nodes.api.catalogue import REPOSITORY_SHAPE, SORT_DIRECTIONS, SORT_KEYS, page_fields, repository_row
 from nodes.api.models import MAX_MODEL_LENGTH
 from nodes.api.sources import import_message, start_import
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 from nodes.sources import catalogue, galleries, inspection
 from nodes.sources.references import GalleryRef
-from operations.api.serializers import STARTED, job_fields
+from operations.api.serializers import STARTED_SHAPE, job_fields
 from operations.ledger.admission import Admission
 
 MAX_ITEMS, DEFAULT_ITEMS = 9999, 21
 MAX_CONTEXTS = 16
-_CONTEXT = 8192
-AVAILABLE_MODEL = Shape(
+_CONTEXT_EXAMPLE = 8192
+AVAILABLE_MODEL_SHAPE = Shape(
     "AvailableModel",
     "An entry of a gallery as the reference lists it.",
     [
         field("name", TEXT),
-        field("gallery", REPOSITORY.ref),
+        field("gallery", REPOSITORY_SHAPE.ref),
         field("installed", FLAG, optional=True),
         *(field(name, TEXT, optional=True) for name in ("url", "description", "license", "icon", "size")),
         *(field(name, TEXTS, optional=True) for name in ("urls", "tags")),
     ],
 )
-JOB_STARTED = Shape(
+JOB_STARTED_SHAPE = Shape(
     "ModelJobStarted",
     "The operation was admitted.",
     [field("uuid", UUID), field("status", TEXT, "The address that tells how it goes.")],
 )
-LISTED_MODEL = Shape(
+LISTED_MODEL_SHAPE = Shape(
     "ListedModel",
     "An entry of a gallery as the reference's pages list it (§5.4).",
     [
@@ -80,12 +80,12 @@ LISTED_MODEL = Shape(
         field("has_variants", FLAG),
     ],
 )
-LISTED_MODELS = Shape(
+LISTED_MODELS_SHAPE = Shape(
     "ListedModels",
     "A page of the galleries' models (§5.4).",
     [
-        field("models", LISTED_MODEL.many),
-        field("repositories", REPOSITORY.many),
+        field("models", LISTED_MODEL_SHAPE.many),
+        field("repositories", REPOSITORY_SHAPE.many),
         field("allTags", TEXTS),
         field("allBackends", TEXTS),
         field("processingModels", mapping_schema(UUID)),
@@ -99,34 +99,34 @@ LISTED_MODELS = Shape(
         *(field(name, NUMBER) for name in ("ramTotal", "ramUsed", "ramUsagePercent")),
     ],
 )
-MEMORY_AT_CONTEXT = Shape(
+MEMORY_AT_CONTEXT_SHAPE = Shape(
     "MemoryAtContext",
     "The GPU memory of one replica with a context.",
     [field("contextLength", count()), field("vramBytes", BYTES), field("vramDisplay", TEXT)],
 )
-ESTIMATE = Shape(
+ESTIMATE_SHAPE = Shape(
     "ModelEstimate",
     "Size and memory of a gallery's model; 0 if unknown.",
     [
         field("sizeBytes", BYTES),
         field("sizeDisplay", TEXT),
-        field("estimates", mapping_schema(MEMORY_AT_CONTEXT.ref), "By the tokens of context."),
+        field("estimates", mapping_schema(MEMORY_AT_CONTEXT_SHAPE.ref), "By the tokens of context."),
         field("modelMaxContext", count(), optional=True),
     ],
 )
-_REPOSITORY = {"url": "https://example.com/index.yaml", "name": "localai"}
+_REPOSITORY_EXAMPLE = {"url": "https://example.com/index.yaml", "name": "localai"}
 
 
 class AvailableModelsView(base.ModelRoute):
     """`/models/available`."""
 
-    @describe("models_available", "List entries of the model galleries", AVAILABLE_MODEL.many)
+    @describe("models_available", "List entries of the model galleries", AVAILABLE_MODEL_SHAPE.many)
     def get(self, request: Request) -> Response:
-        """Entries as their galleries have them."""
+        """Returns the models as their galleries describe them."""
         installed = catalogue.installed_names()
         return Response(
             [
-                AVAILABLE_MODEL.of_object(
+                AVAILABLE_MODEL_SHAPE.of_object(
                     entry,
                     gallery=repository_row(entry.gallery),
                     installed=folded(entry.name) in installed,
@@ -140,14 +140,16 @@ class AvailableModelsView(base.ModelRoute):
 class ModelGalleriesView(base.ModelRoute):
     """`/models/galleries`."""
 
-    @describe("models_galleries", "List the model galleries", REPOSITORY.many, shown=[_REPOSITORY])
+    @describe(
+        "models_galleries", "List the model galleries", REPOSITORY_SHAPE.many, shown=[_REPOSITORY_EXAMPLE]
+    )
     def get(self, request: Request) -> Response:
-        """As they are configured, without credentials."""
+        """Returns the configured galleries, without credentials."""
         return Response([repository_row(gallery) for gallery in galleries.configured()])
 
 
 class ModelFileSerializer(NullIsAbsent):
-    """A file of a model."""
+    """A file to fetch for a model."""
 
     filename = Text(max_length=1024)
     uri = Text(max_length=4096)
@@ -155,7 +157,7 @@ class ModelFileSerializer(NullIsAbsent):
 
 
 class ApplyModelSerializer(NullIsAbsent):
-    """A model of a gallery by its `id`, or the address of its document in `url`."""
+    """A gallery's model by its `id`, or the address of a model's document in `url`."""
 
     id = Text(max_length=300, required=False)
     url = Text(max_length=2048, required=False)
@@ -168,14 +170,14 @@ class ApplyModelSerializer(NullIsAbsent):
 
 
 class PreferencesSerializer(NullIsAbsent):
-    """Wishes for an import; others are ignored."""
+    """Preferences for an import; unknown ones are ignored."""
 
     name = Text(max_length=MAX_MODEL_LENGTH, required=False)
     quantizations = Text(max_length=1024, required=False, help_text="With commas; the first counts.")
 
 
 class ImportUriSerializer(NullIsAbsent):
-    """An address of a model."""
+    """The address of a model to import."""
 
     uri = Text(max_length=2048)
     preferences = PreferencesSerializer(required=False)
@@ -183,13 +185,13 @@ class ImportUriSerializer(NullIsAbsent):
 
 def _job_response(request: Request, operation_id: Id) -> Response:
     job = str(operation_id)
-    return Response(JOB_STARTED.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
+    return Response(JOB_STARTED_SHAPE.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
 
 
 _ADMITTED = "It is recorded and will be carried out."
 _describe_import = partial(
     describe,
-    answer=JOB_STARTED,
+    answer=JOB_STARTED_SHAPE,
     meaning=_ADMITTED,
     refused=(400, 404, 409, 413, 502),
     shown={"uuid": base.JOB_ID, "status": f"https://cluster.example/models/jobs/{base.JOB_ID}"},
@@ -206,7 +208,7 @@ class ApplyModelView(base.ModelRoute):
         sent={"id": "localai@qwen2.5-1.5b-instruct"},
     )
     def post(self, request: Request) -> Response:
-        """Fetches its files and defines it; a definition of that name gets a new revision."""
+        """Fetches the model's files and defines the model. An existing definition gets a new revision."""
         fields = validate_body(ApplyModelSerializer, request)
         entry = _requested_entry(fields)
         plan = inspection.plan_entry(entry, name=fields.get("name", ""))
@@ -214,10 +216,10 @@ class ApplyModelView(base.ModelRoute):
 
 
 def _requested_entry(fields: dict[str, Any]) -> GalleryEntry:
-    """Return the requested entry with the changes of the request."""
+    """Return the gallery's entry that the request names, with the request's changes."""
     url = fields.get("url") or fields.get("config_url", "")
     if model := fields.get("id", ""):
-        entry = galleries.find(reference_of(model))
+        entry = galleries.find(parse_entry_reference(model))
     elif url:
         name = fields.get("name") or gallery_index.default_backend_name(url).removesuffix(
             ".yaml"
@@ -236,8 +238,8 @@ def _requested_entry(fields: dict[str, Any]) -> GalleryEntry:
     )
 
 
-def reference_of(text: str) -> GalleryRef:
-    """Parse `gallery@name` or a name without a gallery."""
+def parse_entry_reference(text: str) -> GalleryRef:
+    """Parse a reference to a gallery's entry: `gallery@name`, or a name without a gallery."""
     gallery, _, name = text.rpartition("@")
     return GalleryRef(gallery, name)
 
@@ -252,7 +254,7 @@ class ImportUriView(base.ModelRoute):
         sent={"uri": "hf://Qwen/Qwen2.5-1.5B-Instruct-GGUF"},
     )
     def post(self, request: Request) -> Response:
-        """The same as `/api/models/import`, for every text that is accepted there."""
+        """Imports the model that the address or text names, as `/api/models/import` does."""
         fields = validate_body(ImportUriSerializer, request)
         wishes = fields.get("preferences", {})
         wanted = wishes.get("quantizations", "").partition(",")[0].strip()
@@ -264,7 +266,7 @@ class ImportUriView(base.ModelRoute):
 
 def _accepted_body(admission: Admission, message: str) -> Row:
     fields = job_fields(admission, message, "/api/models/job")
-    return STARTED.of(uuid=fields["jobID"], **fields)
+    return STARTED_SHAPE.of(uuid=fields["jobID"], **fields)
 
 
 _INSTALLATION = [base.query_parameter("variant", TEXT | {"maxLength": 300}, "A variant of the entry.")]
@@ -277,15 +279,15 @@ class InstallModelView(base.ModelRoute):
     @describe(
         "models_install",
         "Install a model of a gallery by its id",
-        STARTED,
+        STARTED_SHAPE,
         meaning=_ADMITTED,
         refused=(400, 404, 409, 502),
         parameters=_INSTALLATION,
     )
     def post(self, request: Request, id: str) -> Response:
-        """Fetches its files and defines it. An unknown variant is refused, never replaced by another one."""
+        """Fetches the model's files and defines the model. An unknown variant is refused, never replaced."""
         variant = base.read_query(request, _INSTALLATION)["variant"]
-        plan = inspection.plan_entry(galleries.find(reference_of(id)), variant=variant)
+        plan = inspection.plan_entry(galleries.find(parse_entry_reference(id)), variant=variant)
         admission = start_import(request, plan)
         return Response(_accepted_body(admission, import_message(admission, plan.name)))
 
@@ -296,20 +298,20 @@ class EstimateView(base.ModelRoute):
     @describe(
         "models_estimate",
         "Estimate the memory of a gallery's model",
-        ESTIMATE,
+        ESTIMATE_SHAPE,
         refused=(400, 404, 502),
         parameters=_ESTIMATE,
     )
     def get(self, request: Request, id: str) -> Response:
-        """By the header of its file; the memory is that of a node with a GPU."""
+        """Returns the size and memory need of a model, from its file's header, on a node with a GPU."""
         contexts = _parse_contexts(base.read_query(request, _ESTIMATE)["contexts"])
-        size, memory, trained = inspection.estimate_entry(galleries.find(reference_of(id)), contexts)
+        size, memory, trained = inspection.estimate_entry(galleries.find(parse_entry_reference(id)), contexts)
         return Response(
-            ESTIMATE.of(
+            ESTIMATE_SHAPE.of(
                 sizeBytes=size,
                 sizeDisplay=human_bytes(size) if size else "",
                 estimates={
-                    str(context): MEMORY_AT_CONTEXT.of(
+                    str(context): MEMORY_AT_CONTEXT_SHAPE.of(
                         contextLength=context,
                         vramBytes=needed,
                         vramDisplay=human_bytes(needed) if needed else "",
@@ -322,7 +324,7 @@ class EstimateView(base.ModelRoute):
 
 
 def _parse_contexts(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()] or [str(_CONTEXT)]
+    parts = [part.strip() for part in text.split(",") if part.strip()] or [str(_CONTEXT_EXAMPLE)]
     if len(parts) > MAX_CONTEXTS or not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
         raise errors.InvalidInput(
             f"contexts must be at most {MAX_CONTEXTS} numbers of tokens", field="contexts"
@@ -337,8 +339,8 @@ _LIST = [
     base.query_parameter("backend", _SEARCH, "Only entries that state this backend."),
     base.query_parameter("page", base.integer_schema(1, FARTHEST), "Which page."),
     base.query_parameter("items", base.integer_schema(1, MAX_ITEMS), "On a page."),
-    base.query_parameter("sort", base.enum_schema(SORTS), "The order."),
-    base.query_parameter("order", base.enum_schema(DIRECTIONS), "The direction of the order."),
+    base.query_parameter("sort", base.enum_schema(SORT_KEYS), "The order."),
+    base.query_parameter("order", base.enum_schema(SORT_DIRECTIONS), "The direction of the order."),
 ]
 
 
@@ -348,12 +350,12 @@ class ModelsView(base.ModelRoute):
     @describe(
         "models_gallery_list",
         "List models of the galleries as the reference's pages do",
-        LISTED_MODELS,
+        LISTED_MODELS_SHAPE,
         refused=(400,),
         parameters=_LIST,
     )
     def get(self, request: Request) -> Response:
-        """The models of the galleries; `/api/catalogue` also says which of them fit."""
+        """Returns the models of the galleries. `/api/catalogue` also tells which of them fit."""
         query = base.read_query(request, _LIST)
         wanted = {name: query[name].casefold() for name in ("term", "tag", "backend")}
         page, items, sort = query["page"] or 1, query["items"] or DEFAULT_ITEMS, query["sort"]
@@ -362,11 +364,13 @@ class ModelsView(base.ModelRoute):
         chosen = [entry for entry in entries if _is_wanted(entry, **wanted)]
         if sort:
             chosen.sort(key=lambda entry: entry.name.casefold())
-            chosen.sort(key=lambda entry: _ORDERS[sort](entry, installed), reverse=query["order"] == "desc")
+            chosen.sort(
+                key=lambda entry: _ORDER_BY_SORT_KEY[sort](entry, installed), reverse=query["order"] == "desc"
+            )
         busy = {catalogue.entry_id(entry): job for entry in entries if (job := jobs.get(folded(entry.name)))}
         rows = [_listed_row(entry, installed, jobs) for entry in chosen[(page - 1) * items : page * items]]
         return Response(
-            LISTED_MODELS.of(
+            LISTED_MODELS_SHAPE.of(
                 models=rows,
                 repositories=[repository_row(gallery) for gallery in galleries.configured()],
                 allTags=sorted({tag for entry in entries for tag in entry.tags}),
@@ -383,7 +387,7 @@ class ModelsView(base.ModelRoute):
         )
 
 
-_ORDERS: dict[str, Callable[[GalleryEntry, set[str]], Any]] = {
+_ORDER_BY_SORT_KEY: dict[str, Callable[[GalleryEntry, set[str]], Any]] = {
     "name": lambda entry, _: (entry.name.casefold(), entry.gallery.name),
     "repository": lambda entry, _: entry.gallery.name.casefold(),
     "license": lambda entry, _: entry.license.casefold(),
@@ -406,7 +410,7 @@ def _backend_of(entry: GalleryEntry) -> str:
 
 def _listed_row(entry: GalleryEntry, installed: set[str], jobs: dict[str, str]) -> Row:
     job = jobs.get(folded(entry.name), "")
-    return LISTED_MODEL.of_object(
+    return LISTED_MODEL_SHAPE.of_object(
         entry,
         id=catalogue.entry_id(entry),
         gallery=entry.gallery.name,

@@ -1,7 +1,7 @@
 """Models: the list (`contract/http-api.md` §5.4), and commands to unload and delete them (§2.11).
 
 Each command is an operation. The response waits for its end, as clients of the reference expect, for at most
-`WAIT_FOR_END` seconds; after that, or with `"wait": false`, it is a 202. `GET /v1/models` lists the defined
+`MAX_WAIT_SECONDS`; after that, or with `"wait": false`, it is a 202. `GET /v1/models` lists the defined
 models by key.
 """
 
@@ -46,7 +46,7 @@ from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
 
-PLACE = Shape(
+PLACE_SHAPE = Shape(
     "ModelPlace",
     "A replica of a model.",
     [
@@ -56,7 +56,7 @@ PLACE = Shape(
         field("node_status", NODE_STATUS.ref),
     ],
 )
-INSTALLED_MODEL = Shape(
+INSTALLED_MODEL_SHAPE = Shape(
     "InstalledModel",
     "A model that is defined, or that a node has.",
     [
@@ -69,7 +69,7 @@ INSTALLED_MODEL = Shape(
         field("backend", TEXT),
         field("disabled", FLAG, "Always false."),
         field("pinned", FLAG, "Its scheduling rule keeps at least one replica."),
-        field("loaded_on", PLACE.many, optional=True),
+        field("loaded_on", PLACE_SHAPE.many, optional=True),
         field(
             "source",
             {"type": "string", "enum": ["registry-only"]},
@@ -79,29 +79,29 @@ INSTALLED_MODEL = Shape(
         field("warnings", TEXTS, "What of the definition is not followed.", optional=True),
     ],
 )
-DEFINITION_ERROR = Shape(
+DEFINITION_ERROR_SHAPE = Shape(
     "DefinitionError",
     "A file of the models folder that cannot be used.",
     [field("file", TEXT), field("error", TEXT)],
 )
-MODELS = Shape(
+MODELS_SHAPE = Shape(
     "InstalledModels",
     "All models, by name.",
     [
-        field("data", INSTALLED_MODEL.many),
-        field("definitionErrors", DEFINITION_ERROR.many, "Files whose models do not serve, and why."),
+        field("data", INSTALLED_MODEL_SHAPE.many),
+        field("definitionErrors", DEFINITION_ERROR_SHAPE.many, "Files whose models do not serve, and why."),
     ],
 )
-_PLACE = {"node_id": NODE_ID, "node_name": "gpu-a", "state": "loaded", "node_status": "healthy"}
-_EXAMPLE = {
+_PLACE_EXAMPLE = {"node_id": NODE_ID, "node_name": "gpu-a", "state": "loaded", "node_status": "healthy"}
+_MODELS_EXAMPLE = {
     "id": "minilm",
     "capabilities": ["FLAG_EMBEDDINGS"],
     "backend": "minilm",
     "disabled": False,
     "pinned": False,
-    "loaded_on": [_PLACE],
+    "loaded_on": [_PLACE_EXAMPLE],
 }
-_COLUMNS = ("model_name", "backend_type", "node_id", "node__name", "state", "node__status")
+_REPLICA_COLUMNS = ("model_name", "backend_type", "node_id", "node__name", "state", "node__status")
 
 
 class CapabilitiesView(ModelRoute):
@@ -112,12 +112,12 @@ class CapabilitiesView(ModelRoute):
     @describe(
         "models_capabilities",
         "List models",
-        MODELS,
-        shown={"data": [_EXAMPLE], "definitionErrors": []},
+        MODELS_SHAPE,
+        shown={"data": [_MODELS_EXAMPLE], "definitionErrors": []},
         tag="nodes",
     )
     def get(self, request: Request) -> Response:
-        """Every usable definition and every model of a node; files that cannot be used with their reason.
+        """Returns all usable definitions, all models that nodes have, and unusable files with the reason.
 
         Only administrators see nodes and files. 503 while the models folder does not answer.
         """
@@ -126,8 +126,10 @@ class CapabilitiesView(ModelRoute):
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
         rows = NodeModel.objects.order_by("model_name", "node__name", "replica_index")
-        for model, backend, node, name, state, status in rows.values_list(*_COLUMNS):
-            places[model].append(PLACE.of(node_id=str(node), node_name=name, state=state, node_status=status))
+        for model, backend, node, name, state, status in rows.values_list(*_REPLICA_COLUMNS):
+            places[model].append(
+                PLACE_SHAPE.of(node_id=str(node), node_name=name, state=state, node_status=status)
+            )
             backends.setdefault(model, backend)
         names = sorted(defined.keys() | places.keys())
         pinned = store.pinned_models()
@@ -142,15 +144,15 @@ class CapabilitiesView(ModelRoute):
             for name in names
         ]
         broken = async_to_sync(folder.folder().problems)().files if is_admin else {}
-        errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
-        return Response(MODELS.of(data=models, definitionErrors=errors))
+        errors = [DEFINITION_ERROR_SHAPE.of(file=file, error=reason) for file, reason in broken.items()]
+        return Response(MODELS_SHAPE.of(data=models, definitionErrors=errors))
 
 
 def _model_row(
     name: str, definition: Definition | None, backend: str, places: list[Row], *, is_pinned: bool
 ) -> Row:
     cases = definition.use_cases if definition is not None else files.engine_use_cases(backend, {})
-    return INSTALLED_MODEL.of(
+    return INSTALLED_MODEL_SHAPE.of(
         id=name,
         capabilities=files.to_flags(cases),
         backend=definition.backend if definition is not None else backend,
@@ -162,21 +164,21 @@ def _model_row(
     )
 
 
-WAIT_FOR_END = 90.0
-"""Seconds that a request waits for its operation, enough for the usual grace and a worker's stop."""
-POLL_EVERY = 2.0
+MAX_WAIT_SECONDS = 90.0
+"""Seconds that a request waits for its operation: enough for the usual grace and a worker's stop."""
+POLL_SECONDS = 2.0
 """Seconds between two reads of the operation without a wake-up."""
 MAX_MODEL_LENGTH = 255
 MAX_REPLICAS = 10_000
-_MODEL_NAME = r"^[^\x00-\x1f\x7f]+$"
+_MODEL_NAME_PATTERN = r"^[^\x00-\x1f\x7f]+$"
 
-MODEL_DONE = Shape(
+MODEL_DONE_SHAPE = Shape(
     "ModelDone",
     "What was done, by which operation; `statusUrl` tells how it went.",
     [*JOB_FIELDS, DEDUPLICATED],
 )
 Messages = tuple[str, str]
-"""Messages for an operation that has ended, and for an operation that is running."""
+"""Two messages: for an operation that has ended, and for one that is still running."""
 NODE_UNLOAD_MESSAGES: Messages = "model unloaded from node", "the model is being unloaded from the node"
 NODE_DELETE_MESSAGES: Messages = "model deleted from node", "the model is being deleted from the node"
 UNLOAD_MESSAGES: Messages = "model unloaded", "the model is being unloaded"
@@ -196,9 +198,9 @@ def describe_waiting_command(
     return describe(
         operation_id,
         summary,
-        MODEL_DONE,
+        MODEL_DONE_SHAPE,
         meaning="It is done.",
-        others={202: OpenApiResponse(MODEL_DONE.ref, "The operation is recorded and goes on.")},
+        others={202: OpenApiResponse(MODEL_DONE_SHAPE.ref, "The operation is recorded and goes on.")},
         refused=(400, 404, 409, 413, 502),
         body=body,
         sent={key: "minilm"},
@@ -229,9 +231,9 @@ class ModelName(Text):
 
 
 class UnloadModelSerializer(NullIsAbsent):
-    """Which model, how long its running requests may take, and whether the answer waits."""
+    """The model to unload, the time for its running requests, and whether the response waits for the end."""
 
-    model_name = ModelName(schema={"pattern": _MODEL_NAME, "minLength": 1})
+    model_name = ModelName(schema={"pattern": _MODEL_NAME_PATTERN, "minLength": 1})
     deadline_seconds = Whole(required=False, min_value=0, max_value=unload_requests.MAX_GRACE)
     wait = Flag(required=False)
 
@@ -243,7 +245,7 @@ class UnloadReplicaSerializer(UnloadModelSerializer):
 
 
 class DeleteModelSerializer(UnloadModelSerializer):
-    """A model to unload and delete; its name becomes a path on the worker."""
+    """A model to unload and delete. Its name becomes a path on the worker."""
 
     def validate_model_name(self, name: str) -> str:
         """Require a name that stays inside the models folder of a worker."""
@@ -261,7 +263,8 @@ def run_and_respond(
 ) -> Response:
     """Create or join the operation, wait for its end, and return the response.
 
-    200 if it has ended, 202 if it is still running. Raises CommandFailed with the reasons of a failure.
+    The status is 200 if the operation has ended, 202 if it is still running. Raises CommandFailed with the
+    reasons of a failure.
     """
     fields = validate_body(shape, request)
     node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
@@ -274,19 +277,21 @@ def run_and_respond(
     )
     admission = admit_unload(unload_request, now=clock.now())
     operation = (
-        wait_for_end(admission.operation, WAIT_FOR_END) if fields.get("wait", True) else admission.operation
+        wait_for_end(admission.operation, MAX_WAIT_SECONDS)
+        if fields.get("wait", True)
+        else admission.operation
     )
     if operation.status == Status.FAILED:
         raise CommandFailed(operation.error)
     if operation.status == Status.CANCELLED:
         raise CommandFailed(f"cancelled: {operation.message}")
     finished = operation.status == Status.COMPLETED
-    body = MODEL_DONE.of(**job_fields(admission, messages[0] if finished else messages[1]))
+    body = MODEL_DONE_SHAPE.of(**job_fields(admission, messages[0] if finished else messages[1]))
     return Response(body, status=200 if finished else 202)
 
 
 def wait_for_end(operation: Operation, seconds: float) -> Operation:
-    """Wait at most `seconds` for the operation's end; return the operation as last read.
+    """Wait up to `seconds` for the operation's end; return the operation as it was read last.
 
     Raises CommandFailed if its record has been deleted meanwhile.
     """
@@ -305,7 +310,7 @@ async def _wait_for_end(operation_id: UUID, seconds: float) -> Operation:
             remaining = until - clock.monotonic()
             if operation.status in TERMINAL or remaining <= 0:
                 return operation
-            await watch.changed(timeout=min(remaining, POLL_EVERY))
+            await watch.changed(timeout=min(remaining, POLL_SECONDS))
 
 
 class NodeModelUnloadView(NodeView):
@@ -320,7 +325,8 @@ class NodeModelUnloadView(NodeView):
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the model's engines on the node, or one of them.
 
-        Their requests may run on until the deadline; new ones go elsewhere at once. 502 says what failed.
+        Running requests may continue until the deadline; new requests use other replicas at once. 502 lists
+        the failures.
         """
         return run_and_respond(
             request, unload_requests.unload, UnloadReplicaSerializer, NODE_UNLOAD_MESSAGES, node_id
@@ -337,7 +343,10 @@ class NodeModelDeleteView(NodeView):
         NODE_DELETE_MESSAGES,
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Unloads the model from the node and removes its files there; a success where there are none."""
+        """Unloads the model from the node and deletes its files there.
+
+        It is a success if there are no files.
+        """
         return run_and_respond(
             request, unload_requests.delete, DeleteModelSerializer, NODE_DELETE_MESSAGES, node_id
         )
@@ -353,7 +362,7 @@ class ModelUnloadView(NodeView):
         UNLOAD_MESSAGES,
     )
     def post(self, request: Request) -> Response:
-        """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
+        """Stops all engines of the model (R6.11). The operation has a part for each node with an engine."""
         return run_and_respond(request, unload_requests.unload, UnloadModelSerializer, UNLOAD_MESSAGES)
 
 
@@ -367,5 +376,5 @@ class ModelDeleteView(NodeView):
         DELETE_MESSAGES,
     )
     def post(self, request: Request) -> Response:
-        """Unloads the model and removes its files from every approved node (R6.13); its definition stays."""
+        """Unloads the model and deletes its files on every approved node (R6.13); its definition stays."""
         return run_and_respond(request, unload_requests.delete, DeleteModelSerializer, DELETE_MESSAGES)

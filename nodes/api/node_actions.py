@@ -16,8 +16,8 @@ from localai_cluster.kit import clock, names
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import View, describe, response_example
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
-from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, job_example, require_node_id
-from nodes.api.node_backends import ACCEPTED
+from nodes.api.base import EXAMPLE_FINGERPRINT, NODE_ID, NodeView, actor_of, job_example, require_node_id
+from nodes.api.node_backends import ACCEPTED_SHAPE
 from nodes.api.worker_routes import parse_id
 from nodes.backends import node_stop
 from nodes.models import BackendNode
@@ -25,16 +25,16 @@ from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
 from operations.api.serializers import job_fields, requester_of
 
-MAX_IDS = 500
-_FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
+MAX_NODE_IDS = 500
+_FINGERPRINT_PATTERN = re.compile("^([0-9a-fA-F]{64})?$")
 
-_OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
+_OPERATION_ID_EXAMPLE = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
 _NODE_EXAMPLE = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
 _AGENT_EXAMPLE = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
 REASON_EXAMPLE = {"reason": "ticket 4711"}
 
 
-class NodeIds(Strict, serializers.UUIDField):
+class NodeIdField(Strict, serializers.UUIDField):
     """A node's id as a JSON string."""
 
     accepts = str
@@ -42,32 +42,32 @@ class NodeIds(Strict, serializers.UUIDField):
 
 
 class ReasonSerializer(NullIsAbsent):
-    """Why, for the timeline."""
+    """The reason of an action, for the timeline."""
 
     reason = Text(required=False, max_length=actions.MAX_REASON_LENGTH, schema={"pattern": "^[^\\u0000]*$"})
 
 
-class Fingerprints(Text):
-    """The fingerprint that the user compared; "" for a node without a secret of its own."""
+class FingerprintField(Text):
+    """The fingerprint that the user has compared; "" for a node without a secret of its own."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(max_length=64, **options)
 
     def to_internal_value(self, data: Any) -> str:
         text = str(super().to_internal_value(data)).lower()
-        if not _FINGERPRINT.fullmatch(text):
+        if not _FINGERPRINT_PATTERN.fullmatch(text):
             raise serializers.ValidationError("must be 64 hex digits, or empty")
         return text
 
 
 class ApproveSerializer(ReasonSerializer):
-    """Why, and whom: with a fingerprint, only the worker that has it is let in."""
+    """The reason for an approval, and optionally the fingerprint that the approved worker must have."""
 
-    fingerprint = Fingerprints(required=False, schema={"pattern": _FINGERPRINT.pattern})
+    fingerprint = FingerprintField(required=False, schema={"pattern": _FINGERPRINT_PATTERN.pattern})
 
 
 class RejectionSerializer(ReasonSerializer):
-    """Why a node is rejected: an operator will ask."""
+    """The reason for a rejection, which is required because an operator will need it."""
 
     reason = Text(
         max_length=actions.MAX_REASON_LENGTH,
@@ -81,9 +81,9 @@ class RejectionSerializer(ReasonSerializer):
 
 
 class DrainRequestSerializer(ReasonSerializer):
-    """Why, and how long the running requests may take."""
+    """The reason for a drain, and the seconds that running requests may take."""
 
-    deadline_seconds = Whole(required=False, min_value=0, max_value=int(lifecycle.MAX_DEADLINE))
+    deadline_seconds = Whole(required=False, min_value=0, max_value=int(lifecycle.MAX_DRAIN_SECONDS))
 
 
 def by_node_id(fingerprints: dict[str, str]) -> dict[UUID, str]:
@@ -95,15 +95,15 @@ def by_node_id(fingerprints: dict[str, str]) -> dict[UUID, str]:
 
 
 class ApproveManySerializer(Described, NullIsAbsent):
-    """Which nodes; a node that stands in `fingerprints` only with the fingerprint given there."""
+    """The nodes to approve. A node in `fingerprints` is approved only if it has the given fingerprint."""
 
-    ids = serializers.ListField(child=NodeIds(), min_length=1, max_length=MAX_IDS)
-    fingerprints = serializers.DictField(child=Fingerprints(), required=False)
+    ids = serializers.ListField(child=NodeIdField(), min_length=1, max_length=MAX_NODE_IDS)
+    fingerprints = serializers.DictField(child=FingerprintField(), required=False)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        texts = {"type": "string", "pattern": _FINGERPRINT.pattern}
-        keys = {"maxProperties": MAX_IDS, "additionalProperties": texts}
+        texts = {"type": "string", "pattern": _FINGERPRINT_PATTERN.pattern}
+        keys = {"maxProperties": MAX_NODE_IDS, "additionalProperties": texts}
         schema["properties"]["fingerprints"] |= keys
         return schema
 
@@ -117,10 +117,10 @@ class ApproveView(NodeView):
     @describe(
         "nodes_approve",
         actions.APPROVE.summary,
-        node_rows.APPROVED,
+        node_rows.APPROVAL_SHAPE,
         refused=(400, 404, 409, 413),
         body=ApproveSerializer,
-        sent={"reason": "ticket 4711", "fingerprint": FINGERPRINT},
+        sent={"reason": "ticket 4711", "fingerprint": EXAMPLE_FINGERPRINT},
         shown=_NODE_EXAMPLE | {"message": actions.APPROVE.message},
         examples=[
             response_example(
@@ -129,9 +129,9 @@ class ApproveView(NodeView):
         ],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Approves a pending node; an agent's API token is shown only in this answer.
+        """Approves a pending node; an agent's API token is shown only in this response.
 
-        With the `fingerprint` that the approver compared, 409 if the node has another one now.
+        With the `fingerprint` that the approver compared: 409 if the node has another one now.
         """
         parsed_id = require_node_id(node_id)
         fields = validate_body(ApproveSerializer, request)
@@ -151,20 +151,20 @@ class ApproveManyView(NodeView):
     @describe(
         "nodes_approve_many",
         "Approve several nodes",
-        node_rows.OUTCOMES,
+        node_rows.APPROVAL_RESULTS_SHAPE,
         refused=(400, 413),
         body=ApproveManySerializer,
-        sent={"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}},
+        sent={"ids": [NODE_ID, _OPERATION_ID_EXAMPLE], "fingerprints": {NODE_ID: EXAMPLE_FINGERPRINT}},
         shown={
             "approved": 1,
             "results": [
                 {"id": NODE_ID, "name": "gpu-a", "status": "healthy"},
-                {"id": _OTHER_ID, "error": "node not found"},
+                {"id": _OPERATION_ID_EXAMPLE, "error": "node not found"},
             ],
         },
     )
     def post(self, request: Request) -> Response:
-        """Approves each node separately; one refusal does not affect the others.
+        """Approves each node separately; a refusal of one does not affect the rest.
 
         Agents get their API token by registering again.
         """
@@ -179,7 +179,7 @@ class ApproveManyView(NodeView):
 def describe_action(
     action: Action, body: type[ReasonSerializer] | None = None, *, operation_id: str = "", **others: Any
 ) -> Callable[[View], View]:
-    """Describe an action in the API document."""
+    """Describe a route that runs an action, for the API document."""
     return describe(
         operation_id or f"nodes_{action.name}",
         action.summary,
@@ -193,7 +193,7 @@ def describe_action(
 def perform_action(
     request: Request, node_id: str, action: Action, body: type[ReasonSerializer] | None = None
 ) -> Response:
-    """Run the action on a node with the options in the body; return its message."""
+    """Run the action on a node with the options in the request's body; return its message."""
     parsed_id = require_node_id(node_id) if body else parse_id(node_id)
     options = validate_body(body, request) if body else {}
     bulk.perform(action.name, parsed_id, actor_of(request), clock.now(), options)
@@ -213,7 +213,7 @@ class RejectView(NodeView):
         sent={"reason": "no such machine was announced"},
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Rejects a pending node with a reason. Re-registering does not change that."""
+        """Rejects a pending node with a reason. The node stays rejected when it registers again."""
         return perform_action(request, node_id, actions.REJECT, RejectionSerializer)
 
 
@@ -227,7 +227,7 @@ class DrainView(NodeView):
         sent={"reason": "new power supply", "deadline_seconds": 600},
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Sends no new requests to the node; running ones may finish until the deadline."""
+        """Sends no new requests to the node; running requests may finish until the deadline."""
         return perform_action(request, node_id, actions.DRAIN, DrainRequestSerializer)
 
 
@@ -236,7 +236,7 @@ class ResumeView(NodeView):
 
     @describe_action(actions.RESUME, ReasonSerializer, refused=_ERROR_STATUSES, sent=REASON_EXAMPLE)
     def post(self, request: Request, node_id: str) -> Response:
-        """Returns the node to service; an offline node after its next heartbeat."""
+        """Returns the node to service; an offline node returns with its next heartbeat."""
         return perform_action(request, node_id, actions.RESUME, ReasonSerializer)
 
 
@@ -245,7 +245,7 @@ class RotateView(NodeView):
 
     @describe_action(actions.ROTATE, refused=(404, 409), operation_id="nodes_identity_rotate", tag="identity")
     def post(self, request: Request, node_id: str) -> Response:
-        """From now on the worker's secret is accepted only for registration and rotation."""
+        """Accepts the worker's secret only for registration and rotation, so that the worker replaces it."""
         return perform_action(request, node_id, actions.ROTATE)
 
 
@@ -261,7 +261,7 @@ class RevokeView(NodeView):
         tag="identity",
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Permanently rejects the worker's secret; the node is pending again, without an identity."""
+        """Rejects the worker's secret for good; the node is pending again, without an identity."""
         return perform_action(request, node_id, actions.REVOKE, ReasonSerializer)
 
 
@@ -271,19 +271,19 @@ class StopView(NodeView):
     @describe(
         "nodes_stop",
         actions.STOP.summary,
-        ACCEPTED,
+        ACCEPTED_SHAPE,
         status=202,
         meaning="The operation is recorded and goes on.",
         refused=(400, 404, 409, 413),
         body=ReasonSerializer,
         sent=REASON_EXAMPLE,
-        shown=job_example(actions.STOP.message, job=_OTHER_ID),
+        shown=job_example(actions.STOP.message, job=_OPERATION_ID_EXAMPLE),
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Tells the worker to drain itself, to leave and to end. A repeated request joins the operation.
+        """Makes the worker drain itself, deregister and end. A repeated request joins the operation.
 
-        It comes back only if its machine starts it again. 409 for an agent, and for a node that is pending or
-        offline.
+        The worker starts again only if its machine restarts it. 409 for an agent, and for a node that is
+        pending or offline.
         """
         node = BackendNode.objects.get(pk=require_node_id(node_id))
         admitted = node_stop.request_stop(
@@ -293,4 +293,4 @@ class StopView(NodeView):
             reason=validate_body(ReasonSerializer, request).get("reason", ""),
         )
         message = actions.STOP.message if admitted.created else "the worker is already being stopped"
-        return Response(ACCEPTED.of(**job_fields(admitted, message)), status=202)
+        return Response(ACCEPTED_SHAPE.of(**job_fields(admitted, message)), status=202)

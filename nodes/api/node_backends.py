@@ -38,11 +38,11 @@ from operations.ledger.admission import Admission
 
 log = logging.getLogger(__name__)
 
-BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
+BACKEND_NAME_PATTERN = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-_OPTIONAL_NAME = {"pattern": f"^({BACKEND_NAME})?$"}
-REQUIRED_NAME = {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
+_OPTIONAL_NAME = {"pattern": f"^({BACKEND_NAME_PATTERN})?$"}
+REQUIRED_NAME = {"pattern": f"^{BACKEND_NAME_PATTERN}$", "minLength": 1}
 """Schema of a field that must have the name of a backend."""
 
 
@@ -69,7 +69,7 @@ class InstallSerializer(Described, NullIsAbsent):
         """Refuse control characters and passwords, because operations show the address."""
         if value and not value.isprintable():
             raise serializers.ValidationError("must not contain control characters")
-        if value and "@" in _authority(value):
+        if value and "@" in _url_authority(value):
             raise serializers.ValidationError("must not contain a user or password")
         return value
 
@@ -80,8 +80,7 @@ class InstallSerializer(Described, NullIsAbsent):
         return attrs
 
     def validate_backend_galleries(self, value: str | None) -> str:
-        """Return the text if it is a list with galleries; otherwise "", so that the cluster's galleries apply
-        (O37)."""
+        """Return the text if it lists galleries; otherwise "": the cluster's galleries apply (O37)."""
         if not value:
             return ""
         try:
@@ -93,7 +92,8 @@ class InstallSerializer(Described, NullIsAbsent):
         return value if isinstance(galleries, list) and galleries else ""
 
 
-def _authority(uri: str) -> str:
+def _url_authority(uri: str) -> str:
+    """Return the part of an address that names the host and may contain a password."""
     try:
         return urlsplit(uri).netloc
     except ValueError:
@@ -101,7 +101,7 @@ def _authority(uri: str) -> str:
 
 
 def check_backend_name(value: str | None) -> str | None:
-    if value and not re.fullmatch(BACKEND_NAME, value, re.ASCII):
+    if value and not re.fullmatch(BACKEND_NAME_PATTERN, value, re.ASCII):
         raise serializers.ValidationError(
             "must be letters, digits, dots, dashes and underscores, with an optional gallery@ before it"
         )
@@ -114,7 +114,7 @@ class BackendSerializer(serializers.Serializer[Any]):
     backend = Text(max_length=255, schema=REQUIRED_NAME)
 
     def validate_backend(self, value: str) -> str:
-        """Return the name as the worker lists it, without the gallery."""
+        """Return the name that the worker's list has, without the gallery."""
         if not value:
             raise serializers.ValidationError("must not be empty")
         return (check_backend_name(value) or "").rpartition("@")[2]
@@ -142,28 +142,28 @@ def install_request(fields: dict[str, Any], *, force: bool = False) -> BackendRe
 
 
 def backend_name_in(text: str) -> str:
-    """Return the backend's name in a path. Raise InvalidInput for an invalid name."""
-    if not re.fullmatch(BACKEND_NAME, text, re.ASCII) or len(text) > 255:
+    """Return the backend's name in a path. Raise InvalidInput if it cannot be one."""
+    if not re.fullmatch(BACKEND_NAME_PATTERN, text, re.ASCII) or len(text) > 255:
         raise errors.InvalidInput("this is no name of a backend", field="name")
     return text.rpartition("@")[2]
 
 
-ACCEPTED = Shape(
+ACCEPTED_SHAPE = Shape(
     "Accepted",
     "An operation was admitted; `statusUrl` tells how it goes.",
     [*JOB_FIELDS, DEDUPLICATED],
 )
-COMMAND_TEXTS = {
+TEXTS_BY_KIND = {
     INSTALL: CommandTexts("backend installation started", "already being installed"),
     UPGRADE: CommandTexts("backend upgrade started", "already being upgraded"),
     DELETE: CommandTexts("backend deletion started", "already being deleted"),
 }
-"""Messages by kind of operation."""
+"""Messages about a new and a joined operation, by kind of operation."""
 
 
 describe_accepted = partial(
     describe,
-    answer=ACCEPTED,
+    answer=ACCEPTED_SHAPE,
     status=202,
     meaning="The operation is recorded and will be carried out.",
 )
@@ -178,7 +178,7 @@ _describe_command = partial(
 
 
 def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
-    return ACCEPTED.of(**job_fields(admission, COMMAND_TEXTS[kind].of(admission)))
+    return ACCEPTED_SHAPE.of(**job_fields(admission, TEXTS_BY_KIND[kind].of(admission)))
 
 
 def _admit_on_node(request: Request, node: BackendNode, command: BackendRequest) -> Response:
@@ -238,8 +238,8 @@ class DeleteView(NodeView):
 
 
 LIST_MAX_AGE = 60.0
-"""Seconds after which a request for the list refreshes it."""
-NODE_BACKEND = Shape(
+"""Age in seconds from which a request for the list refreshes it."""
+NODE_BACKEND_SHAPE = Shape(
     "NodeBackend",
     "One backend on a node (§2.10).",
     [
@@ -255,11 +255,11 @@ NODE_BACKEND = Shape(
         column("size", BYTES, "Of its files.", optional=True),
     ],
 )
-_HEADERS = [
+_AS_OF_HEADERS = [
     response_header("X-As-Of", OpenApiTypes.DATETIME, "When the worker listed this; absent if it never did."),
     response_header("X-Inventory-Error", OpenApiTypes.STR, "Why there is no newer list."),
 ]
-_EXAMPLE = [
+_BACKENDS_EXAMPLE = [
     {
         "name": "minilm",
         "is_system": False,
@@ -278,21 +278,21 @@ class NodeBackendsView(NodeView):
     @describe(
         "nodes_backends",
         "List a node's backends",
-        NODE_BACKEND.many,
+        NODE_BACKEND_SHAPE.many,
         refused=(404,),
-        parameters=_HEADERS,
-        shown=_EXAMPLE,
+        parameters=_AS_OF_HEADERS,
+        shown=_BACKENDS_EXAMPLE,
         tag="backends",
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """What the node's worker listed last; `X-As-Of` says when. An old list is requested again."""
+        """Returns the backends in the worker's last list; `X-As-Of` is its time. An old list is refreshed."""
         node = BackendNode.objects.filter(pk=parse_id(node_id)).first()
         if node is None:
             raise errors.NotFound("node not found")
         if node.node_type == NodeType.AGENT:
             return Response([])
         inventory.wake([node.id], older_than=LIST_MAX_AGE, now=clock.now())
-        rows = NODE_BACKEND.rows(NodeBackend.objects.filter(node=node).order_by("name"))
+        rows = NODE_BACKEND_SHAPE.rows(NodeBackend.objects.filter(node=node).order_by("name"))
         return Response(rows, headers=_as_of_header(node))
 
 

@@ -19,15 +19,15 @@ from nodes.api.node_actions import describe_action, perform_action
 from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
 from nodes.registry import actions, claims, listing, node_rows
-from nodes.registry.heartbeats import LARGEST
-from nodes.registry.shape import CONFLICT, EVENT, NODE, NODE_DETAIL
+from nodes.registry.heartbeats import MAX_FIGURE
+from nodes.registry.shape import CONFLICT_SHAPE, EVENT_SHAPE, NODE_DETAIL_SHAPE, NODE_SHAPE
 from nodes.replicas.shape import REPLICA
 
 _LABEL_SCHEMA: base.Schema = {
     "type": "string",
     "pattern": rf"^[^=]{{1,{scheduling.MAX_KEY_LENGTH}}}=[\s\S]{{0,{scheduling.MAX_VALUE_LENGTH}}}$",
 }
-_FILTERS = [
+_FILTER_PARAMETERS = [
     base.query_parameter("status", base.enum_schema(NodeStatus.values), "Only nodes of this status."),
     base.query_parameter("type", base.enum_schema(NodeType.values), "Only nodes of this type."),
     base.query_parameter(
@@ -45,10 +45,15 @@ _FILTERS = [
         explode=True,
     ),
     base.query_parameter(
-        "sort", base.enum_schema(listing.ORDERS) | {"default": "name"}, "The order; `-` turns it round."
+        "sort", base.enum_schema(listing.SORT_ORDERS) | {"default": "name"}, "The order; `-` turns it round."
     ),
 ]
-_LABELS = {"gpu.vendor": "nvidia", "gpu.vram": "16GB", "node.name": "gpu-a", "node.replica-slots": "2"}
+_LABELS_EXAMPLE = {
+    "gpu.vendor": "nvidia",
+    "gpu.vram": "16GB",
+    "node.name": "gpu-a",
+    "node.replica-slots": "2",
+}
 _NODE_EXAMPLE = {
     "id": base.NODE_ID,
     "name": "gpu-a",
@@ -76,7 +81,7 @@ _NODE_EXAMPLE = {
     "updated_at": base.MOMENT,
     "model_count": 1,
     "in_flight_count": 2,
-    "labels": _LABELS,
+    "labels": _LABELS_EXAMPLE,
 }
 _DETAIL_EXAMPLE = {
     "gpus": [
@@ -115,7 +120,7 @@ _DETAIL_EXAMPLE = {
     },
     "identity": {
         "weak": False,
-        "fingerprint": base.FINGERPRINT,
+        "fingerprint": base.EXAMPLE_FINGERPRINT,
         "source_address": "10.1.0.4",
         "first_seen": "2026-07-01T08:00:00Z",
         "bound_at": "2026-07-01T08:00:00Z",
@@ -128,7 +133,7 @@ _DETAIL_EXAMPLE = {
         "max_replicas_per_model": {"by": "ann", "at": base.MOMENT},
         "vram_budget": {"by": "", "at": None},
     },
-    "label_sources": dict.fromkeys(_LABELS, "auto"),
+    "label_sources": dict.fromkeys(_LABELS_EXAMPLE, "auto"),
     "inventory": {"at": base.MOMENT, "error": ""},
 }
 
@@ -139,13 +144,13 @@ class NodesView(base.NodeView):
     @describe(
         "nodes_list",
         "List nodes",
-        NODE.many,
+        NODE_SHAPE.many,
         refused=(400,),
-        parameters=[*_FILTERS, *base.PAGE],
+        parameters=[*_FILTER_PARAMETERS, *base.PAGE],
         shown=[_NODE_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
-        """All nodes by name, or those that match the parameters."""
+        """Returns all nodes by name, or those that match the parameters."""
         node_query = listing.parse_node_query(request.query_params)
         is_whole = node_query.page.whole and not node_query.filtered
         rows = node_rows.list_json(node_query.nodes[node_query.page.part], whole=is_whole)
@@ -156,9 +161,11 @@ class NodesView(base.NodeView):
 class NodeDetailView(base.NodeView):
     """`/api/nodes/:id`."""
 
-    @describe("nodes_read", "Show a node", NODE_DETAIL, refused=(404,), shown=_NODE_EXAMPLE | _DETAIL_EXAMPLE)
+    @describe(
+        "nodes_read", "Show a node", NODE_DETAIL_SHAPE, refused=(404,), shown=_NODE_EXAMPLE | _DETAIL_EXAMPLE
+    )
     def get(self, request: Request, node_id: str) -> Response:
-        """A node as in the list, with the facts behind its status."""
+        """Returns a node as in the list, with the facts from which its status follows."""
         node = node_rows.detail_row(parse_id(node_id))
         if node is None:
             raise errors.NotFound("node not found")
@@ -166,7 +173,7 @@ class NodeDetailView(base.NodeView):
 
     @describe_action(actions.REMOVE, refused=(404,), operation_id="nodes_delete")
     def delete(self, request: Request, node_id: str) -> Response:
-        """Removes the record with its replicas, labels and conflicts; the timeline stays (R1.21)."""
+        """Removes the node with its replicas, labels and conflicts; its timeline stays (R1.21)."""
         return perform_action(request, node_id, actions.REMOVE)
 
 
@@ -194,7 +201,7 @@ class NodeReplicasView(base.NodeView):
 
     @describe("nodes_models", "List a node's replicas", REPLICA.many, refused=(404,), shown=_REPLICAS_EXAMPLE)
     def get(self, request: Request, node_id: str) -> Response:
-        """The node's replicas in every state."""
+        """Returns the node's replicas in every state."""
         return Response(replica_rows(base.require_node_id(node_id)))
 
 
@@ -203,7 +210,7 @@ class ReplicasView(base.NodeView):
 
     @describe("models_list", "List loaded replicas", REPLICA.many, shown=_REPLICAS_EXAMPLE)
     def get(self, request: Request) -> Response:
-        """Loaded replicas on healthy nodes."""
+        """Returns the loaded replicas on healthy nodes."""
         return Response(
             REPLICA.rows(NodeModel.objects.serving().order_by("model_name", "node_id", "replica_index"))
         )
@@ -214,12 +221,12 @@ def replica_rows(node: UUID) -> list[Row]:
 
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
-EVENTS = Shape(
+EVENTS_SHAPE = Shape(
     "Events",
     "A page of the timeline, newest first; `next_cursor` leads to the older ones, if there are any.",
-    [field("events", EVENT.many), field("next_cursor", {"type": "integer"}, optional=True)],
+    [field("events", EVENT_SHAPE.many), field("next_cursor", {"type": "integer"}, optional=True)],
 )
-_EXAMPLE = {
+_EVENT_EXAMPLE = {
     "id": 4711,
     "node_id": base.NODE_ID,
     "node_name": "gpu-a",
@@ -241,7 +248,7 @@ _EVENT_PAGE = [
         "limit", base.integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."
     ),
     base.query_parameter(
-        "cursor", base.integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
+        "cursor", base.integer_schema(1, MAX_FIGURE), "`next_cursor` of the page before: only older events."
     ),
     base.query_parameter("kind", base.enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
 ]
@@ -253,13 +260,13 @@ class EventsView(base.NodeView):
     @describe(
         "nodes_events",
         "Show a node's timeline",
-        EVENTS,
+        EVENTS_SHAPE,
         refused=(400, 404),
         parameters=_EVENT_PAGE,
-        shown={"events": [_EXAMPLE], "next_cursor": 4711},
+        shown={"events": [_EVENT_EXAMPLE], "next_cursor": 4711},
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """Events of a node, also of a removed one, within the retention period."""
+        """Returns the events of a node within the retention period, also after its removal."""
         node = _known_node_id(node_id)
         query = base.read_query(request, _EVENT_PAGE)
         limit = query["limit"]
@@ -268,20 +275,20 @@ class EventsView(base.NodeView):
             rows = rows.filter(kind=query["kind"])
         if query["cursor"]:
             rows = rows.filter(id__lt=query["cursor"])
-        events = EVENT.rows(rows[: limit + 1])
+        events = EVENT_SHAPE.rows(rows[: limit + 1])
         cursor = events[limit - 1]["id"] if len(events) > limit else None
-        return Response(EVENTS.of(events=events[:limit], next_cursor=cursor))
+        return Response(EVENTS_SHAPE.of(events=events[:limit], next_cursor=cursor))
 
 
 def _known_node_id(id_text: str) -> UUID:
-    """Return the id if a node or at least one event has it. Raise NotFound."""
+    """Return the id if it belongs to a node, or to a removed node that has events. Raise NotFound."""
     node = parse_id(id_text)
     if not (BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()):
         raise errors.NotFound("node not found")
     return node
 
 
-_CONFLICTS_A_PAGE = 100
+_CONFLICTS_PER_PAGE = 100
 _CONFLICT_EXAMPLE = [
     {
         "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
@@ -289,7 +296,7 @@ _CONFLICT_EXAMPLE = [
         "node_name": "gpu-a",
         "kind": "secret",
         "state": "open",
-        "fingerprint": base.FINGERPRINT,
+        "fingerprint": base.EXAMPLE_FINGERPRINT,
         "source_address": "10.1.0.9",
         "advertised_address": "10.1.0.9:50051",
         "node_source_address": "10.1.0.4",
@@ -299,7 +306,7 @@ _CONFLICT_EXAMPLE = [
     }
 ]
 _describe_conflicts = partial(
-    describe, answer=CONFLICT.many, parameters=base.PAGE, shown=_CONFLICT_EXAMPLE, tag="identity"
+    describe, answer=CONFLICT_SHAPE.many, parameters=base.PAGE, shown=_CONFLICT_EXAMPLE, tag="identity"
 )
 
 
@@ -308,7 +315,7 @@ class ConflictsView(base.NodeView):
 
     @_describe_conflicts("conflicts_list", "List open identity conflicts", refused=(400,))
     def get(self, request: Request) -> Response:
-        """Identity conflicts of all nodes that await a decision, latest first."""
+        """Returns the identity conflicts of all nodes that await a decision, latest first."""
         return conflicts_page(request, NodeConflict.objects.filter(state="open"))
 
 
@@ -317,13 +324,15 @@ class NodeConflictsView(base.NodeView):
 
     @_describe_conflicts("nodes_conflicts", "List a node's identity conflicts", refused=(400, 404))
     def get(self, request: Request, node_id: str) -> Response:
-        """Claims to this node's identity, open and resolved, latest first."""
+        """Returns the claims of other machines to be this node, open and resolved, latest first."""
         return conflicts_page(request, NodeConflict.objects.filter(node=base.require_node_id(node_id)))
 
 
 def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
-    page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), _CONFLICTS_A_PAGE)
-    rows = CONFLICT.rows(conflicts.order_by("-last_at", "id")[page.part])
+    page = listing.parse_page(
+        listing.Parameters(request.query_params, "limit", "offset"), _CONFLICTS_PER_PAGE
+    )
+    rows = CONFLICT_SHAPE.rows(conflicts.order_by("-last_at", "id")[page.part])
     return Response(rows, headers=page.headers(request, conflicts.count()))
 
 
@@ -332,7 +341,7 @@ class AcceptView(base.NodeView):
 
     @describe_action(actions.ACCEPT, refused=(404, 409), operation_id="conflicts_accept", tag="identity")
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
-        """The claimant becomes the node; the node's previous secret is permanently rejected."""
+        """Gives the node to the claimant; the previous secret of the node is rejected for good."""
         node, conflict = _parse_ids(node_id, conflict_id)
         claims.accept_conflict(conflict, node_id=node, actor=base.actor_of(request), now=clock.now())
         return Response({"message": actions.ACCEPT.message})
@@ -343,7 +352,7 @@ class RefuseView(base.NodeView):
 
     @describe_action(actions.REFUSE, refused=(404, 409), operation_id="conflicts_refuse", tag="identity")
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
-        """The node keeps its identity; the claimant stays refused."""
+        """Keeps the node's identity; the claimant stays refused."""
         node, conflict = _parse_ids(node_id, conflict_id)
         claims.refuse_conflict(conflict, node_id=node, actor=base.actor_of(request), now=clock.now())
         return Response({"message": actions.REFUSE.message})

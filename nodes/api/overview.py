@@ -45,15 +45,16 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 
 MAX_NODES = 1000
 """Maximum number of nodes shown."""
-MAX_GROUPS = MAX_RUNNING = 10
+MAX_FAILURE_GROUPS = MAX_RUNNING_OPERATIONS = 10
 MAX_FAILURES = 2000
-"""Maximum number of the newest failures that are grouped, of targets and of whole operations."""
-MAX_NAMED = 5
-FULL_DISK = 0.05
-"""Free fraction of a models disk below which the disk counts as full."""
+"""Maximum number of the newest failures that are read for the groups, of targets and of whole operations
+each."""
+MAX_NAMED_SUBJECTS = 5
+FULL_DISK_FRACTION = 0.05
+"""Free fraction of the disk with the models below which it counts as full."""
 _MAX_TEXT_LENGTH = 300
 
-STRIP_NODE = Shape(
+STRIP_NODE_SHAPE = Shape(
     "OverviewNode",
     "A cell of the strip: the memory of a node, and the mean of its GPUs' utilization.",
     [
@@ -68,22 +69,22 @@ STRIP_NODE = Shape(
         field("ram_total", BYTES),
     ],
 )
-_CAUSES = (
+_PROBLEM_CAUSES = (
     *("failures", "silent_nodes", "unhealthy_nodes", "full_disks", "gpu_errors", "definitions"),
     *("join_tokens", "bus_credentials", "versions"),
 )
-ATTENTION = Shape(
+ATTENTION_SHAPE = Shape(
     "Attention",
     "What needs somebody, by cause, with the number of its subjects and the names of some.",
     [
-        field("cause", enum_schema(_CAUSES)),
+        field("cause", enum_schema(_PROBLEM_CAUSES)),
         field("level", enum_schema(("error", "warning"))),
         field("text", TEXT),
         field("count", count(1)),
-        field("names", TEXTS, f"At most {MAX_NAMED}."),
+        field("names", TEXTS, f"At most {MAX_NAMED_SUBJECTS}."),
     ],
 )
-RUNNING = Shape(
+RUNNING_SHAPE = Shape(
     "RunningOperation",
     "An operation that has not ended.",
     [
@@ -103,26 +104,26 @@ RUNNING = Shape(
         column("created_at", TIME),
     ],
 )
-STEP = Shape(
+STEP_SHAPE = Shape(
     "FirstStep",
     "A step of a new cluster.",
     [field("id", enum_schema(("add_node", "load_model", "chat"))), field("done", FLAG)],
 )
-OVERVIEW = Shape(
+OVERVIEW_SHAPE = Shape(
     "Overview",
     "The cluster at a glance.",
     [
         field("at", TIME),
-        field("nodes", STRIP_NODE.many, f"Approved backend nodes by name, at most {MAX_NODES}."),
+        field("nodes", STRIP_NODE_SHAPE.many, f"Approved backend nodes by name, at most {MAX_NODES}."),
         field("node_count", count(), "How many there are."),
-        field("traffic", figures.TRAFFIC.ref),
-        field("attention", ATTENTION.many, "Errors first."),
-        field("running", RUNNING.many, f"The newest {MAX_RUNNING}."),
+        field("traffic", figures.TRAFFIC_SHAPE.ref),
+        field("attention", ATTENTION_SHAPE.many, "Errors first."),
+        field("running", RUNNING_SHAPE.many, f"The newest {MAX_RUNNING_OPERATIONS}."),
         field("running_count", count(), "How many there are."),
-        field("first_steps", STEP.many, "Empty once there are several nodes."),
+        field("first_steps", STEP_SHAPE.many, "Empty once there are several nodes."),
     ],
 )
-_EXAMPLE = {
+_OVERVIEW_EXAMPLE = {
     "at": MOMENT,
     "nodes": [
         {
@@ -181,9 +182,9 @@ _EXAMPLE = {
 class OverviewView(NodeView):
     """`/api/overview`."""
 
-    @describe("overview_read", "Show the cluster at a glance", OVERVIEW, shown=_EXAMPLE)
+    @describe("overview_read", "Show the cluster at a glance", OVERVIEW_SHAPE, shown=_OVERVIEW_EXAMPLE)
     def get(self, request: Request) -> Response:
-        """Nodes, requests, what needs attention, what runs, and the first steps of a new cluster."""
+        """Returns the nodes, requests, problems, running operations, and the first steps of a new cluster."""
         now = clock.now()
         nodes = _read_nodes()
         attention = [
@@ -194,13 +195,13 @@ class OverviewView(NodeView):
         ]
         active = Operation.objects.filter(status__in=ACTIVE)
         return Response(
-            OVERVIEW.of(
+            OVERVIEW_SHAPE.of(
                 at=now.isoformat(),
                 nodes=[node.cell() for node in nodes[:MAX_NODES]],
                 node_count=len(nodes),
                 traffic=_traffic_row(now),
                 attention=sorted(attention, key=lambda group: group["level"]),
-                running=RUNNING.rows(active.order_by("-created_at", "id")[:MAX_RUNNING]),
+                running=RUNNING_SHAPE.rows(active.order_by("-created_at", "id")[:MAX_RUNNING_OPERATIONS]),
                 running_count=active.count(),
                 first_steps=_first_steps(nodes) if len(nodes) < 2 else [],
             )
@@ -228,10 +229,10 @@ class _NodeColumns:
     weak_identity: bool
 
     def cell(self) -> Row:
-        """Return the node as the overview shows it."""
+        """Return the node as one cell of the overview's strip."""
         limit = min(self.vram_budget_bytes or self.total_vram, self.total_vram)
         busy = [gpu["utilization"] for gpu in self.gpus if gpu.get("utilization") is not None]
-        return STRIP_NODE.of_object(
+        return STRIP_NODE_SHAPE.of_object(
             self,
             id=str(self.id),
             gpus=len(self.gpus),
@@ -244,7 +245,7 @@ class _NodeColumns:
 
     @property
     def is_full(self) -> bool:
-        return self.total_disk > 0 and self.available_disk < FULL_DISK * self.total_disk
+        return self.total_disk > 0 and self.available_disk < FULL_DISK_FRACTION * self.total_disk
 
 
 def _read_nodes() -> list[_NodeColumns]:
@@ -253,17 +254,17 @@ def _read_nodes() -> list[_NodeColumns]:
 
 
 def _problem_group(cause: str, level: str, sentence: str, names: Sequence[str]) -> Row:
-    """Return a group of problems with one subject for each name; without names it has one subject."""
-    shown = [name[:_MAX_TEXT_LENGTH] for name in names[:MAX_NAMED]]
-    return ATTENTION.of(
+    """Return a group of problems that counts `names`, or 1 if there are none."""
+    shown = [name[:_MAX_TEXT_LENGTH] for name in names[:MAX_NAMED_SUBJECTS]]
+    return ATTENTION_SHAPE.of(
         cause=cause, level=level, text=sentence[:_MAX_TEXT_LENGTH], count=max(len(names), 1), names=shown
     )
 
 
 def _failure_groups() -> Iterator[Row]:
-    """Yield the undismissed failures, grouped by kind and cause: the largest groups first, then the newest.
+    """Yield the undismissed failures in groups of one kind and cause, largest and newest groups first.
 
-    Two queries. A group counts each node once, and an operation without nodes by its element. An operation
+    Two queries. A group counts each node once; an operation without nodes counts by its element. An operation
     with failed targets has no cause of its own.
     """
     failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True).order_by()
@@ -285,7 +286,7 @@ def _failure_groups() -> Iterator[Row]:
         group = groups.setdefault((kind, cause), {})
         group[node or element] = max(finished_at, group.get(node or element, finished_at))
     ranked = sorted((-len(group), -max(group.values()).timestamp(), key) for key, group in groups.items())
-    for _, _, key in ranked[:MAX_GROUPS]:
+    for _, _, key in ranked[:MAX_FAILURE_GROUPS]:
         yield _problem_group("failures", "error", key[1], sorted(groups[key]))
 
 
@@ -326,8 +327,7 @@ def _definition_problems() -> Iterator[Row]:
 
 
 def _credential_problems(now: datetime) -> Iterator[Row]:
-    """Yield the problems of credentials: join tokens that expire within a day, bus credentials not renewed in
-    time."""
+    """Yield the problems of join tokens that expire within a day, and of overdue bus credentials."""
     tokens = JoinToken.objects.filter(
         expires_at__gt=now, expires_at__lt=now + DAY, revoked_at__isnull=True, uses__lt=F("max_uses")
     )
@@ -344,8 +344,10 @@ def _credential_problems(now: datetime) -> Iterator[Row]:
 
 
 def _traffic_row(now: datetime) -> Row:
-    columns = store.read([series.ALL_MODELS_SUBJECT], figures.last_minute(now))[series.ALL_MODELS_SUBJECT]
-    return figures.TRAFFIC.of(**figures.rate_fields(columns))
+    columns = store.read([series.ALL_MODELS_SUBJECT], figures.last_complete_minute(now))[
+        series.ALL_MODELS_SUBJECT
+    ]
+    return figures.TRAFFIC_SHAPE.of(**figures.rate_fields(columns))
 
 
 def _first_steps(nodes: Sequence[_NodeColumns]) -> list[Row]:
@@ -354,4 +356,4 @@ def _first_steps(nodes: Sequence[_NodeColumns]) -> list[Row]:
         cursor.execute(f"SELECT {' OR '.join(parts)}", {"subject": series.ALL_MODELS_SUBJECT})
         (has_requests,) = cursor.fetchone()
     done = {"add_node": len(nodes) > 1, "load_model": ModelLoadInfo.objects.exists(), "chat": has_requests}
-    return [STEP.of(id=name, done=is_done) for name, is_done in done.items()]
+    return [STEP_SHAPE.of(id=name, done=is_done) for name, is_done in done.items()]

@@ -1,4 +1,4 @@
-"""Placement, explained: where a model runs and why, plans, and nodes that fit. Read-only."""
+"""Placement, explained: where a model runs and why, plans, and the nodes that a model fits. Read-only."""
 
 from base64 import b64decode
 from datetime import datetime
@@ -25,18 +25,18 @@ from nodes.placement.fit import LARGEST
 from nodes.reconcilers import replicas
 from nodes.scheduling.rules import Rule
 
-MAX_PLANNED = 64
-MAX_ADDED = 256
+MAX_PLANNED_REPLICAS = 64
+MAX_ADDED_NODES = 256
 MAX_GIB = 1_000_000
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-_MAX_BASE64 = -(-MAX_HEADER_BYTES // 3) * 4
+_MAX_BASE64_LENGTH = -(-MAX_HEADER_BYTES // 3) * 4
 PLAN_PATH = "/api/placement/plan"
-"""Path of the route that accepts a file header."""
-MAX_BODY_BYTES = _MAX_BASE64 + 1024 * 1024
-"""Maximum bytes of the body of that route."""
-_REPLICA = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
-_SENTENCE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
-_TERMS = {
+"""Path of the route for plans, whose body may contain the header of a model's file."""
+MAX_BODY_BYTES = _MAX_BASE64_LENGTH + 1024 * 1024
+"""Maximum bytes of the body of the route for plans."""
+_REPLICA_ID_EXAMPLE = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
+_SENTENCE_EXAMPLE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
+_TERMS_EXAMPLE = {
     "failures": 0,
     "shared": False,
     "has_memory": True,
@@ -44,9 +44,9 @@ _TERMS = {
     "in_flight": 0,
     "memory": 21474836480,
 }
-_DECISION = {
+_DECISION_EXAMPLE = {
     "outcome": "placed",
-    "reason": _SENTENCE,
+    "reason": _SENTENCE_EXAMPLE,
     "node_id": NODE_ID,
     "node": "a",
     "replica_index": 0,
@@ -63,12 +63,12 @@ _DECISION = {
     "nodes": {"considered": 3, "feasible": 2},
     "refused": [{"code": "full", "reason": "no free slot for this model", "count": 1}],
     "best": [
-        {"node_id": NODE_ID, "node": "a", "replica_index": 0, "terms": _TERMS},
+        {"node_id": NODE_ID, "node": "a", "replica_index": 0, "terms": _TERMS_EXAMPLE},
         {
             "node_id": "0f7d3f0e-58b6-4c9e-b7d7-3c1a3a0e8a55",
             "node": "b",
             "replica_index": 0,
-            "terms": _TERMS | {"memory": 12884901888},
+            "terms": _TERMS_EXAMPLE | {"memory": 12884901888},
             "against": "less VRAM free: 12.0 GiB against 20.0 GiB on a",
         },
     ],
@@ -88,7 +88,7 @@ _DECISION = {
     ],
     "evicts": [],
 }
-_MEMORY = {
+_MEMORY_EXAMPLE = {
     "says": "fits on a (needs 8.0 of 20.0 GiB: weights 7.2, context 0.4, backend 0.4);"
     " on b with 4k context: 0.2 GiB missing for all of it",
     "terms": {"weights": 7730941132, "context": 429496729, "backend": 429496729},
@@ -109,7 +109,7 @@ _MEMORY = {
         }
     ],
 }
-_RULE_PLAN = {
+_RULE_PLAN_EXAMPLE = {
     "rule": {
         "model_name": "minilm",
         "node_selector": {},
@@ -122,18 +122,18 @@ _RULE_PLAN = {
     "wanted": 2,
     "says": "2 wanted, 1 running, 0 loading: starting 1",
     "waits_until": None,
-    "loads": [{"node": "a", "why": _SENTENCE}],
+    "loads": [{"node": "a", "why": _SENTENCE_EXAMPLE}],
     "left_out": 0,
     "retires": [],
     "unsatisfiable": None,
     "misses": [],
 }
-_EXPLAINED = {
+_EXPLANATION_EXAMPLE = {
     "model": "minilm",
     "defined": True,
     "replicas": [
         {
-            "id": _REPLICA,
+            "id": _REPLICA_ID_EXAMPLE,
             "node_id": NODE_ID,
             "node": "a",
             "node_status": "healthy",
@@ -151,16 +151,16 @@ _EXPLAINED = {
             "operation_id": JOB_ID,
             "at": MOMENT,
             "last_at": MOMENT,
-            **_DECISION,
+            **_DECISION_EXAMPLE,
         }
     ],
     "next": {
         "action": "route",
         "says": "it is sent to replica 0 on a; requests there: 2",
-        "replica_id": _REPLICA,
+        "replica_id": _REPLICA_ID_EXAMPLE,
         "operation_id": None,
-        "placement": _DECISION,
-        "memory": _MEMORY,
+        "placement": _DECISION_EXAMPLE,
+        "memory": _MEMORY_EXAMPLE,
     },
 }
 
@@ -174,10 +174,10 @@ class ExplainView(SchedulingRoute):
         EXPLAINED,
         refused=(404, 503),
         parameters=[MODEL_PATH],
-        shown=_EXPLAINED,
+        shown=_EXPLANATION_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
-        """Its replicas, the latest decisions with their reasons, and what the next request would find.
+        """Returns the model's replicas, its latest decisions, and what the next request would find.
 
         404 for a model that is not defined and has neither replicas nor records.
         """
@@ -185,14 +185,14 @@ class ExplainView(SchedulingRoute):
 
 
 class PlanNeedSerializer(NullIsAbsent):
-    """The bytes that one replica needs on its node; 0 = unknown."""
+    """The bytes of VRAM and disk that one replica needs; 0 = unknown."""
 
     vram = Whole(min_value=0, max_value=LARGEST, required=False)
     disk = Whole(min_value=0, max_value=LARGEST, required=False)
 
 
 class _SelectorLabels(serializers.DictField):
-    """Labels as a selector has them."""
+    """The labels of a node selector."""
 
     child = Text(max_length=scheduling.MAX_VALUE_LENGTH)
 
@@ -209,9 +209,9 @@ class _SelectorLabels(serializers.DictField):
 
 
 class PlanNodesSerializer(NullIsAbsent):
-    """Some equal nodes to add: healthy, empty, with the labels that the registry itself would give them."""
+    """A number of equal, healthy and empty nodes to add, with the registry's automatic labels."""
 
-    count = Whole(min_value=1, max_value=MAX_ADDED)
+    count = Whole(min_value=1, max_value=MAX_ADDED_NODES)
     vram_gib = Number(min_value=0, max_value=MAX_GIB, required=False)
     disk_gib = Number(min_value=0, max_value=MAX_GIB, help_text="0 means not reported.", required=False)
     max_replicas_per_model = Whole(min_value=1, max_value=MAX_REPLICAS, required=False)
@@ -219,11 +219,11 @@ class PlanNodesSerializer(NullIsAbsent):
 
 
 class PlanFileSerializer(NullIsAbsent):
-    """A model that is not defined: the size of its weights, and their header if there is one."""
+    """A model that is not defined: the size of its weights and, optionally, the header of its file."""
 
     size = Whole(min_value=1, max_value=LARGEST, help_text="Bytes of all its weight files.")
     header = Text(
-        max_length=_MAX_BASE64,
+        max_length=_MAX_BASE64_LENGTH,
         help_text="The first bytes of a GGUF file in Base64, at most 16 MiB; the whole header must be there.",
         required=False,
     )
@@ -239,7 +239,7 @@ class PlanFileSerializer(NullIsAbsent):
             raise serializers.ValidationError("is not Base64") from None
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Return the validated fields with a definition and the sizes of the files."""
+        """Return the fields with a definition and the sizes of the files."""
         if {"header", "config"} <= attrs.keys():
             raise serializers.ValidationError({"config": "give a header or a config"})
         settings = {"name": "file", "backend": "llama-cpp", "parameters": {"model": "file"}}
@@ -256,26 +256,29 @@ class PlanFileSerializer(NullIsAbsent):
 
 
 class PlacementPlanRequestSerializer(NullIsAbsent):
-    """One of `model`, a defined one, `file`, `need` and `rule`. A rule is answered by a `RulePlan`."""
+    """The question of a plan: a defined `model`, a `file`, a `need` or a `rule`.
+
+    A rule yields a `RulePlan`.
+    """
 
     model = ModelName(required=False)
     file = PlanFileSerializer(required=False)
     need = PlanNeedSerializer(required=False)
     selector = _SelectorLabels(help_text="Instead of that of the model's rule.", required=False)
-    replicas = Whole(min_value=1, max_value=MAX_PLANNED, help_text="1 unless given.", required=False)
+    replicas = Whole(min_value=1, max_value=MAX_PLANNED_REPLICAS, help_text="1 unless given.", required=False)
     rule = SchedulingRuleRequestSerializer(
         help_text="A rule as it would be saved; of the others it goes with `nodes` only.", required=False
     )
     nodes = serializers.ListField(
         child=PlanNodesSerializer(),
-        max_length=MAX_ADDED,
-        help_text=f"Nodes to add, at most {MAX_ADDED} altogether.",
+        max_length=MAX_ADDED_NODES,
+        help_text=f"Nodes to add, at most {MAX_ADDED_NODES} altogether.",
         required=False,
     )
 
     def validate_nodes(self, groups: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        if groups and sum(group["count"] for group in groups) > MAX_ADDED:
-            raise serializers.ValidationError(f"must be at most {MAX_ADDED} altogether")
+        if groups and sum(group["count"] for group in groups) > MAX_ADDED_NODES:
+            raise serializers.ValidationError(f"must be at most {MAX_ADDED_NODES} altogether")
         return groups
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -303,19 +306,19 @@ class PlanView(SchedulingRoute):
             "model": "minilm",
             "wanted": 2,
             "placed": 1,
-            "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
-            "memory": _MEMORY,
+            "decisions": [{"replica": 1, "hypothetical": False, **_DECISION_EXAMPLE}],
+            "memory": _MEMORY_EXAMPLE,
         },
         examples=[
             request_example({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
-            response_example(_RULE_PLAN, name="What the rule would do"),
+            response_example(_RULE_PLAN_EXAMPLE, name="What the rule would do"),
         ],
     )
     def post(self, request: Request) -> Response:
-        """Places replicas one after another on the present fleet and the added nodes; changes nothing.
+        """Returns where replicas would go, one after another, on the present fleet and the added nodes.
 
-        It ends with the first replica that finds no node. Of a `rule` it says what the replica pass would do
-        now if it were saved.
+        Nothing is changed. The plan ends with the first replica that finds no node. For a `rule` it has what
+        the replica pass would do if the rule were saved.
         """
         return Response(make_plan(validate_body(PlacementPlanRequestSerializer, request), clock.now()))
 
@@ -344,25 +347,25 @@ def make_plan(body: dict[str, Any], now: datetime) -> Row:
     return load_explanation.plan(plan_request, now)
 
 
-_FULL = "no free slot for this model"
-_FIT = {
+_FULL_REASON_EXAMPLE = "no free slot for this model"
+_FIT_EXAMPLE = {
     "model": "minilm",
-    "nodes": [{"node_id": NODE_ID, "reason": _FULL, "enough_vram": True}],
+    "nodes": [{"node_id": NODE_ID, "reason": _FULL_REASON_EXAMPLE, "enough_vram": True}],
     "placement": {
         "outcome": "waiting",
-        "reason": f"no node can take it: 1 {_FULL}",
+        "reason": f"no node can take it: 1 {_FULL_REASON_EXAMPLE}",
         "node_id": None,
         "node": None,
         "replica_index": None,
         "need": {"vram": 8589934592, "vram_required": False, "disk": 0, "disk_required": True},
         "selector": "",
         "nodes": {"considered": 1, "feasible": 0},
-        "refused": [{"code": "full", "reason": _FULL, "count": 1}],
+        "refused": [{"code": "full", "reason": _FULL_REASON_EXAMPLE, "count": 1}],
         "best": [],
         "misses": [],
         "evicts": [],
     },
-    "memory": _MEMORY,
+    "memory": _MEMORY_EXAMPLE,
 }
 
 
@@ -375,10 +378,10 @@ class FitView(SchedulingRoute):
         reason_shapes.FIT,
         refused=(404, 503),
         parameters=[MODEL_PATH],
-        shown=_FIT,
+        shown=_FIT_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
-        """Every node with the reason why it cannot take one more replica, and what placement would choose.
+        """Returns why each node cannot take one more replica, and which node placement would choose.
 
         404 for a model that is not defined.
         """
@@ -386,7 +389,7 @@ class FitView(SchedulingRoute):
 
 
 class FitRequestSerializer(NullIsAbsent):
-    """The models of a page of a list."""
+    """The models of one page of a list."""
 
     models = serializers.ListField(
         child=Text(max_length=MAX_MODEL_LENGTH),
@@ -399,12 +402,12 @@ class FitRequestSerializer(NullIsAbsent):
         return list(dict.fromkeys(check_model_name(name) for name in model_names))
 
 
-_FIT_SUMMARY = {
+_FIT_SUMMARY_EXAMPLE = {
     "model": "minilm",
     "defined": True,
     "fitting": 1,
     "possible": 2,
-    "says": _MEMORY["says"],
+    "says": _MEMORY_EXAMPLE["says"],
 }
 
 
@@ -418,9 +421,9 @@ class FitsView(SchedulingRoute):
         refused=(400, 503),
         body=FitRequestSerializer,
         sent={"models": ["minilm"]},
-        shown={"models": [_FIT_SUMMARY]},
+        shown={"models": [_FIT_SUMMARY_EXAMPLE]},
     )
     def post(self, request: Request) -> Response:
-        """How many nodes could take one more replica of each model, for a page of a list; changes nothing."""
+        """Returns how many nodes could take one more replica of each model, for one page of a list."""
         model_names = validate_body(FitRequestSerializer, request)["models"]
         return Response(fit_summaries.read_summaries(model_names, clock.now()))

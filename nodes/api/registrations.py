@@ -3,7 +3,7 @@
 `RegistrationSerializer` checks JSON types and ranges of a body; unknown fields are ignored. After the token,
 `registration` checks everything else in the order of §1.1. A whole fleet may start at once, so registrations
 that arrive during a transaction share the next one. If the shared transaction fails, or waits for a row too
-long, each registration is tried alone, and every caller gets its own error only.
+long, each registration is tried alone, so a caller gets only its own error.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, re
 from nodes.api import worker_routes
 from nodes.models import JoinToken, NodeType
 from nodes.registry import identity, joining, registration, resources
-from nodes.registry.heartbeats import LARGEST
+from nodes.registry.heartbeats import MAX_FIGURE
 from nodes.registry.labels import MAX_LABELS, MAX_VALUE_LENGTH
-from nodes.registry.overrides import MAX_CAP
+from nodes.registry.overrides import MAX_REPLICA_CAP
 from nodes.registry.registration import Claim, Registered, Registration, Running
-from nodes.registry.shape import NODE_STATUS, NODE_TYPE
+from nodes.registry.shape import NODE_STATUS, NODE_TYPE_SCHEMA
 
-LENGTHS = {
+MAX_TEXT_LENGTHS = {
     "name": names.MAX_NAME_LENGTH,
     "address": 512,
     "http_address": 512,
@@ -51,24 +51,24 @@ LENGTHS = {
     "vram_budget": 32,
     "version": 64,
 }
-"""Maximum characters of the text fields, first the fields of §1.1."""
+"""Maximum characters of the text fields, beginning with the fields of §1.1."""
 MAX_PROCESSES = 1024
 MAX_PROCESS_KEY_LENGTH = 300
-_ENGINE_TOKEN = re.compile(r"([0-9a-f]{64})?\Z")
-_ANY_LENGTH = 2**20
-"""Maximum characters before the token is checked; `registration` checks the real limits after it."""
+_ENGINE_TOKEN_PATTERN = re.compile(r"([0-9a-f]{64})?\Z")
+_MAX_UNCHECKED_LENGTH = 2**20
+"""Maximum characters before the token is checked; afterwards `registration` checks the real limits."""
 
 
-def _bytes() -> Whole:
-    return Whole(required=False, min_value=0, max_value=LARGEST)
+def _bytes_field() -> Whole:
+    return Whole(required=False, min_value=0, max_value=MAX_FIGURE)
 
 
-def _text() -> Text:
-    return Text(required=False, max_length=_ANY_LENGTH)
+def _text_field() -> Text:
+    return Text(required=False, max_length=_MAX_UNCHECKED_LENGTH)
 
 
 class _Labels(serializers.DictField):
-    """Labels; their number is checked before they are parsed."""
+    """Labels of a worker; their number is checked before they are parsed."""
 
     def to_internal_value(self, data: Any) -> dict[str, Any]:
         if isinstance(data, dict) and len(data) > MAX_LABELS:
@@ -78,13 +78,13 @@ class _Labels(serializers.DictField):
 
 
 class RunningProcessSerializer(NullIsAbsent):
-    """One engine process of the worker: `model#replica`, and where it listens if that is known."""
+    """One engine process of the worker: its key `model#replica`, and its address if known."""
 
-    process_key = Text(max_length=_ANY_LENGTH)
-    address = _text()
+    process_key = Text(max_length=_MAX_UNCHECKED_LENGTH)
+    address = _text_field()
 
 
-REGISTRATION = {
+WORKER_EXAMPLE = {
     "name": "w1",
     "address": "127.0.0.1:51100",
     "http_address": "127.0.0.1:51099",
@@ -101,7 +101,7 @@ REGISTRATION = {
     "max_replicas_per_model": 1,
     "labels": {"node.replica-slots": "1", "tier": "t1"},
 }
-_RUNNING = {
+_RUNNING_FIELDS = {
     "version": "0.1.0",
     "running_processes": [{"process_key": "qwen3#0", "address": "127.0.0.1:51101"}],
 }
@@ -109,17 +109,28 @@ _AGENT = {"name": "agent-1", "node_type": "agent", "token": "tok"}
 
 
 class RegistrationSerializer(Described, NullIsAbsent):
-    """A worker's description of itself; sizes in bytes."""
+    """The description that a worker sends of itself; sizes in bytes."""
 
-    name, node_type, address, http_address, token = _text(), _text(), _text(), _text(), _text()
-    total_vram, available_vram = _bytes(), _bytes()
-    total_ram, available_ram = _bytes(), _bytes()
-    total_disk, available_disk = _bytes(), _bytes()
-    gpu_vendor, gpu_compute_capability, capability, vram_budget = _text(), _text(), _text(), _text()
-    engine_token, version = _text(), _text()
+    name, node_type, address, http_address, token = (
+        _text_field(),
+        _text_field(),
+        _text_field(),
+        _text_field(),
+        _text_field(),
+    )
+    total_vram, available_vram = _bytes_field(), _bytes_field()
+    total_ram, available_ram = _bytes_field(), _bytes_field()
+    total_disk, available_disk = _bytes_field(), _bytes_field()
+    gpu_vendor, gpu_compute_capability, capability, vram_budget = (
+        _text_field(),
+        _text_field(),
+        _text_field(),
+        _text_field(),
+    )
+    engine_token, version = _text_field(), _text_field()
     gpus, system = serializers.JSONField(required=False), serializers.JSONField(required=False)
-    labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False)
-    max_replicas_per_model = Whole(required=False, min_value=-(2**63), max_value=MAX_CAP)
+    labels = _Labels(child=Text(max_length=_MAX_UNCHECKED_LENGTH), required=False)
+    max_replicas_per_model = Whole(required=False, min_value=-(2**63), max_value=MAX_REPLICA_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
         child=RunningProcessSerializer(), required=False, max_length=MAX_PROCESSES
     )
@@ -127,7 +138,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
         properties = schema["properties"]
-        for name, longest in LENGTHS.items():
+        for name, longest in MAX_TEXT_LENGTHS.items():
             properties[name]["maxLength"] = longest
         properties["address"]["description"] = f"Where its engines are reached, {EXPECTED_ADDRESS_FORM}."
         properties["http_address"]["description"] = (
@@ -157,11 +168,11 @@ class RegistrationSerializer(Described, NullIsAbsent):
 def parse_registration(fields: Mapping[str, Any]) -> Registration:
     """Convert a validated body after checks in the order of §1.1. Raise InvalidInput with the field."""
     body = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
-    _check_presence(body)
-    for name, longest in LENGTHS.items():
+    _require_fields(body)
+    for name, longest in MAX_TEXT_LENGTHS.items():
         _check_length(body.get(name, ""), name, longest)
         names.check_text(body.get(name, ""), name)
-    if not _ENGINE_TOKEN.match(body.get("engine_token", "")):
+    if not _ENGINE_TOKEN_PATTERN.match(body.get("engine_token", "")):
         raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
     reported_gpus = body.get("gpus")
     body["gpus"] = [] if reported_gpus is None else resources.parse_gpus(reported_gpus)
@@ -173,7 +184,7 @@ def parse_registration(fields: Mapping[str, Any]) -> Registration:
     return Registration(**body)
 
 
-def _check_presence(body: Mapping[str, Any]) -> None:
+def _require_fields(body: Mapping[str, Any]) -> None:
     if body["node_type"] not in NodeType.values:
         raise errors.InvalidInput('node_type must be "backend" or "agent"', field="node_type")
     if not body.get("name", "").strip():
@@ -193,23 +204,23 @@ def _parse_process(body: Mapping[str, Any], number: int) -> Running:
     if not body["process_key"]:
         raise errors.InvalidInput(f"{field}.process_key is required", field=field)
     _check_length(body["process_key"], f"{field}.process_key", MAX_PROCESS_KEY_LENGTH)
-    _check_length(body.get("address", ""), f"{field}.address", LENGTHS["address"])
+    _check_length(body.get("address", ""), f"{field}.address", MAX_TEXT_LENGTHS["address"])
     return Running(**body)
 
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_TOGETHER = 32
+MAX_BATCH_SIZE = 32
 SHARED_LOCK_TIMEOUT = 1.0
-"""Seconds for which a shared transaction waits for a row that another one holds."""
-BUSY_BATCH = 4
-"""Number of registrations in a transaction from which on the next transaction waits."""
+"""Seconds that a shared transaction waits for a locked row."""
+BUSY_BATCH_SIZE = 4
+"""Number of registrations in one transaction from which on the next transaction is delayed."""
 BUSY_BATCH_DELAY = 0.005
-"""Seconds for which that next transaction waits."""
+"""Seconds of that delay, in which more registrations arrive."""
 _PRIVATE_HEADERS = {"Cache-Control": "private, no-store"}
-_BODY = RegistrationSerializer()
-REGISTERED = Shape(
+_BODY_SERIALIZER = RegistrationSerializer()
+REGISTERED_SHAPE = Shape(
     "Registered",
     "The answer to a registration. `fingerprint` is the SHA-256 of the secret that identifies the node from "
     "now on. Only an approved node gets credentials for the message bus, new ones each time; "
@@ -217,7 +228,7 @@ REGISTERED = Shape(
     [
         field("id", UUID),
         field("name", TEXT),
-        field("node_type", NODE_TYPE.ref),
+        field("node_type", NODE_TYPE_SCHEMA.ref),
         field("status", NODE_STATUS.ref),
         field("created_at", TIME),
         field("fingerprint", {"type": "string", "pattern": "^[0-9a-f]{64}$"}, optional=True),
@@ -228,11 +239,11 @@ REGISTERED = Shape(
     ],
 )
 REGISTRATION_REFUSAL = Named(
-    "RegistrationRefusal", {"oneOf": [worker_routes.WORKER_REFUSAL.ref, reference("Refusal")]}
+    "RegistrationRefusal", {"oneOf": [worker_routes.WORKER_REFUSAL_SHAPE.ref, reference("Refusal")]}
 )
 
 
-_Waiting = tuple[Claim, "asyncio.Future[registration.RegistrationOutcome | None]"]
+_WaitingClaim = tuple[Claim, "asyncio.Future[registration.RegistrationOutcome | None]"]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -241,10 +252,10 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 
 class Registrar:
-    """Registers claims. Claims that arrive during a transaction share the next transaction."""
+    """Registers claims. The claims that arrive during a transaction share the next transaction."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingClaim] = []
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, claim: Claim) -> Registered:
@@ -263,9 +274,9 @@ class Registrar:
         return outcome
 
     async def _register_all(self) -> None:
-        batch: Sequence[_Waiting] = ()
+        batch: Sequence[_WaitingClaim] = ()
         while self._waiting:
-            if len(batch) >= BUSY_BATCH:
+            if len(batch) >= BUSY_BATCH_SIZE:
                 # The callers of the last batch are about to send their next registrations.
                 await asyncio.sleep(BUSY_BATCH_DELAY)
             batch, self._waiting = _split_batch(self._waiting)
@@ -277,7 +288,7 @@ class Registrar:
     async def _register_batch(
         self, claims: Sequence[Claim]
     ) -> Sequence[registration.RegistrationOutcome | None]:
-        """Return the outcome of each claim; None for all claims if each must be tried alone."""
+        """Return the outcome of each claim; None for each if all must be tried alone."""
         try:
             return await _in_thread(
                 lambda: registration.register_all(
@@ -291,17 +302,17 @@ class Registrar:
             return [None] * len(claims)
 
 
-def _split_batch(waiting: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
-    """Return the claims that share the next transaction, without equal names or secrets, and the others."""
-    batch: list[_Waiting] = []
-    remaining: list[_Waiting] = []
+def _split_batch(waiting: Sequence[_WaitingClaim]) -> tuple[list[_WaitingClaim], list[_WaitingClaim]]:
+    """Split the claims: the next transaction, without equal names or secrets, and the rest."""
+    batch: list[_WaitingClaim] = []
+    remaining: list[_WaitingClaim] = []
     used_names: set[str] = set()
     for entry in waiting:
         entry_names = {
             f"name {names.key(entry[0].registration.name)}",
             f"secret {entry[0].fingerprint or names.key(entry[0].registration.name)}",
         }
-        if len(batch) == MAX_TOGETHER or entry_names & used_names:
+        if len(batch) == MAX_BATCH_SIZE or entry_names & used_names:
             remaining.append(entry)
         else:
             batch.append(entry)
@@ -314,7 +325,7 @@ def _registration_options() -> dict[str, Any]:
 
 
 class RegistrationApplication:
-    """ASGI application."""
+    """ASGI application that registers workers."""
 
     error_type = "node_error"
     flat_auth = True
@@ -353,7 +364,7 @@ class RegistrationApplication:
             )
         )
         node, credentials = registered.node, registered.credentials
-        return REGISTERED.of_object(
+        return REGISTERED_SHAPE.of_object(
             node,
             api_token=registered.api_token,
             nats_jwt=credentials.jwt if credentials else "",
@@ -363,7 +374,7 @@ class RegistrationApplication:
 
 
 def _server_host(headers: dict[bytes, str]) -> str:
-    """Return the host name by which the worker reached this server; "" if it is invalid."""
+    """Return the name by which the worker reached this server; "" if the header is invalid."""
     try:
         return urlsplit(f"//{headers.get(b'host', '')[:255]}").hostname or ""
     except ValueError:
@@ -373,11 +384,11 @@ def _server_host(headers: dict[bytes, str]) -> str:
 async def _authenticate(
     scope: worker_routes.Scope, headers: dict[bytes, str], address: str
 ) -> tuple[str, JoinToken | None]:
-    """Return the header's token, and its ticket if it is a join token. Raise the errors for 401 and 429."""
+    """Return the header's token, and its ticket if it is a join token; raise the errors for 401 and 429."""
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
         if not offered:
-            raise errors.NotAuthenticated(worker_routes.NO_CREDENTIAL)
+            raise errors.NotAuthenticated(worker_routes.NO_CREDENTIAL_MESSAGE)
         await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
         if principals.is_registration_token(offered):
             return offered, None
@@ -396,12 +407,12 @@ async def _read_fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any
     """Return the fields of the body. Raise InvalidInput, or DRF's ValidationError for a field."""
     limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
     body = await wire.read_json_object(receive, headers.get(b"content-type", ""), limit)
-    fields: dict[str, Any] = _BODY.run_validation(body)
+    fields: dict[str, Any] = _BODY_SERIALIZER.run_validation(body)
     return fields
 
 
 async def _check_token(token: str, offered: str, address: str) -> None:
-    """Raise a refusal unless the body has the same token. Other than the header's, it is nested."""
+    """Raise the refusal, which is nested, unless the body has the same token as the header."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
     if not principals.secrets_equal(token, offered):
@@ -435,7 +446,7 @@ class RegistrationDescription(APIView):
     @describe(
         "node_register",
         "Register a worker",
-        REGISTERED,
+        REGISTERED_SHAPE,
         status=201,
         meaning="Registered; `pending` until an admin approves it.",
         others={
@@ -447,15 +458,15 @@ class RegistrationDescription(APIView):
         },
         refused=(400, 409, 413, 429),
         body=RegistrationSerializer,
-        parameters=[worker_routes.SECRET, worker_routes.INSTANCE],
+        parameters=[worker_routes.SECRET_PARAMETER, worker_routes.INSTANCE_PARAMETER],
         shown=_NODE_EXAMPLE,
         examples=[
-            request_example(REGISTRATION, "A worker without a GPU"),
-            request_example(REGISTRATION | _RUNNING, "Our worker, with what it runs"),
+            request_example(WORKER_EXAMPLE, "A worker without a GPU"),
+            request_example(WORKER_EXAMPLE | _RUNNING_FIELDS, "Our worker, with what it runs"),
             request_example(_AGENT, "An agent"),
             response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE, "201", "approved agent"),
             response_example(_NESTED_EXAMPLE, "401", "answer"),
         ],
     )
     def post(self, request: Request) -> None:
-        """Registers a worker, or refreshes it after a restart. A new worker awaits approval."""
+        """Registers a worker, or updates a known one after a restart. A new worker awaits approval."""

@@ -15,9 +15,9 @@ from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text
 from nodes.api.base import MODEL_PATH, MOMENT, NodeView
 from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling import store
-from nodes.scheduling.rules import MAX_MODEL_LENGTH, MAX_REPLICAS, MAX_THRESHOLD, POLICIES, Rule
+from nodes.scheduling.rules import MAX_MODEL_LENGTH, MAX_REPLICAS, MAX_THRESHOLD, ROUTE_POLICIES, Rule
 
-_EXAMPLE = {
+_RULE_EXAMPLE = {
     "id": "5f0f5b3e-52a4-4a47-8d52-0c9a3c1d7e11",
     "model_name": "minilm",
     "node_selector": '{"tier":"fast"}',
@@ -40,9 +40,10 @@ _THRESHOLD = {"minimum": 0, "maximum": MAX_THRESHOLD}
 
 
 class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
-    """A model's rule, whole.
+    """The complete rule of a model.
 
-    A routing field (the last four) that is left out keeps its stored value; any other one is cleared.
+    A routing field (one of the last four) that is left out keeps its stored value; every other omitted field
+    is cleared.
     """
 
     model_name = Text(max_length=MAX_MODEL_LENGTH, required=False, schema={"minLength": 1})
@@ -62,7 +63,7 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
         max_length=32,
         help_text="Empty: cluster default.",
         required=False,
-        schema={"enum": [*POLICIES, None]},
+        schema={"enum": [*ROUTE_POLICIES, None]},
     )
     balance_abs_threshold = Whole(help_text="0: cluster default.", required=False, schema=_THRESHOLD)
     balance_rel_threshold = Number(
@@ -87,15 +88,15 @@ class SchedulingRoute(NodeView):
 class SchedulingRulesView(SchedulingRoute):
     """`/api/nodes/scheduling`."""
 
-    @describe("scheduling_rules", "List scheduling rules", store.RULE.many, shown=[_EXAMPLE])
+    @describe("scheduling_rules", "List scheduling rules", store.RULE_SHAPE.many, shown=[_RULE_EXAMPLE])
     def get(self, request: Request) -> Response:
-        """All of them, by model name."""
+        """Returns all scheduling rules by model name."""
         return Response(store.serialize_rules(ModelSchedulingConfig.objects.all()))
 
     @describe(
         "scheduling_rules_set",
         "Set a model's scheduling rule",
-        store.RULE,
+        store.RULE_SHAPE,
         refused=(400, 413),
         body=SchedulingRuleRequestSerializer,
         sent={
@@ -104,10 +105,10 @@ class SchedulingRulesView(SchedulingRoute):
             "min_replicas": 1,
             "max_replicas": 2,
         },
-        shown=_EXAMPLE,
+        shown=_RULE_EXAMPLE,
     )
     def post(self, request: Request) -> Response:
-        """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
+        """Sets a model's rule and returns it as stored. A cooldown of the rule continues."""
         body = validate_body(SchedulingRuleRequestSerializer, request)
         return Response(store.set_rule(Rule(**({"model_name": ""} | body)), clock.now()))
 
@@ -118,13 +119,13 @@ class SchedulingRuleView(SchedulingRoute):
     @describe(
         "scheduling_rules_show",
         "Show a model's scheduling rule",
-        store.RULE,
+        store.RULE_SHAPE,
         refused=(404,),
         parameters=[MODEL_PATH],
-        shown=_EXAMPLE,
+        shown=_RULE_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
-        """404 if the model has none."""
+        """Returns the model's rule; 404 if the model has none."""
         rule = store.find_rule(model)
         if not rule:
             raise errors.NotFound("there is no scheduling rule for this model")
@@ -134,6 +135,6 @@ class SchedulingRuleView(SchedulingRoute):
         "scheduling_rules_delete", "Delete a model's scheduling rule", status=204, parameters=[MODEL_PATH]
     )
     def delete(self, request: Request, model: str) -> Response:
-        """Succeeds also if the model has none."""
+        """Deletes the model's rule; it is a success if the model has none."""
         store.delete_rule(model, clock.now())
         return Response(status=204)

@@ -28,8 +28,8 @@ from nodes.replicas.shape import REPLICA
 _describe = partial(
     describe,
     refused=(400, 404, 409, 429),
-    parameters=[worker_routes.INSTANCE],
-    others={401: OpenApiResponse(worker_routes.WORKER_REFUSAL.ref, worker_routes.WRONG_SECRET_MEANING)},
+    parameters=[worker_routes.INSTANCE_PARAMETER],
+    others={401: OpenApiResponse(worker_routes.WORKER_REFUSAL_SHAPE.ref, worker_routes.WRONG_SECRET_MEANING)},
 )
 
 
@@ -42,12 +42,12 @@ def _describe_message(
         MessageSerializer,
         meaning="Done.",
         shown={"message": message},
-        parameters=[worker_routes.INSTANCE, *parameters],
+        parameters=[worker_routes.INSTANCE_PARAMETER, *parameters],
     )
 
 
 class SelfServiceView(NodeView):
-    """A route of the node in the URL, for that node alone."""
+    """Base of the views that only the node in the URL may call."""
 
     authentication_classes = [worker_routes.NodeAuthentication]
     permission_classes = [worker_routes.IsTheNode]
@@ -66,7 +66,7 @@ class SelfView(SelfServiceView):
 
     @_describe_message("node_delete", "Take the worker offline", "node deregistered")
     def delete(self, request: Request, node_id: str) -> Response:
-        """Same as deregister: the node is offline without replicas; record and approval stay."""
+        """Takes the node offline without replicas, like deregister; its record and approval stay."""
         lifecycle.deactivate(_own_id(request), now=clock.now())
         return Response({"message": "node deregistered"})
 
@@ -76,7 +76,7 @@ class SelfDeregisterView(SelfServiceView):
 
     @_describe_message("node_deregister", "Take the worker offline on shutdown", "node deregistered")
     def post(self, request: Request, node_id: str) -> Response:
-        """The worker has stopped: the node is offline without replicas; record and approval stay."""
+        """Takes the node offline, because its worker has stopped. Its record and approval stay."""
         lifecycle.deactivate(_own_id(request), now=clock.now())
         return Response({"message": "node deregistered"})
 
@@ -86,7 +86,7 @@ class SelfDrainView(SelfServiceView):
 
     @_describe_message("node_drain", "Start the worker's own drain", "node set to draining")
     def post(self, request: Request, node_id: str) -> Response:
-        """The worker is stopping: it gets no new requests. The drain ends with its next registration."""
+        """Drains the node, because its worker stops. The drain ends with the worker's next registration."""
         lifecycle.drain_by_worker(_own_id(request), now=clock.now())
         return Response({"message": "node set to draining"})
 
@@ -96,7 +96,7 @@ class SelfResumeView(SelfServiceView):
 
     @_describe_message("node_resume", "End the worker's own drain", "node resumed")
     def post(self, request: Request, node_id: str) -> Response:
-        """Ends a drain that the worker started; 409 for any other, such as an administrator's."""
+        """Ends the drain that the worker started; 409 for a drain that an administrator started."""
         lifecycle.resume_by_worker(_own_id(request), now=clock.now())
         return Response({"message": "node resumed"})
 
@@ -111,20 +111,20 @@ class SelfReplicasView(SelfServiceView):
         examples=[OpenApiExample("A node without replicas", [], response_only=True)],
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """The node's replicas; a stopping worker waits until nothing is in flight."""
+        """Returns the node's replicas; a stopping worker waits until no request is in flight."""
         return Response(replica_rows(_own_id(request)))
 
 
 class SelfRotateView(SelfServiceView):
-    """`/api/node/:id/rotate`: ours alone."""
+    """`/api/node/:id/rotate`, which the reference lacks."""
 
     rotating = True
 
     @_describe_message(
-        "node_rotate", "Replace the worker's secret", "secret replaced", worker_routes.NEW_SECRET
+        "node_rotate", "Replace the worker's secret", "secret replaced", worker_routes.NEW_SECRET_PARAMETER
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Replaces the worker's secret, by itself or on request; the old secret is rejected from then on."""
+        """Replaces the worker's secret; the old secret is rejected from then on."""
         new = request.headers.get(identity.NEW_SECRET_HEADER, "")
         identity.check_node_secret(new, identity.NEW_SECRET_HEADER)
         old = identity.node_fingerprint(principals.bearer(request.headers["authorization"]))

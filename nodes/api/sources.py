@@ -12,7 +12,7 @@ from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Shape, count, field
 from nodes.api import base
-from nodes.api.catalogue import GALLERY_ERROR, gallery_errors
+from nodes.api.catalogue import GALLERY_ERROR_SHAPE, gallery_errors
 from nodes.api.models import ModelName
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.downloads.imports import request_import
@@ -24,7 +24,7 @@ from operations.ledger.admission import Admission
 
 MAX_ITEMS, DEFAULT_ITEMS = 1000, 50
 MAX_SIZE = 2**60
-IMPORT_STARTED = Shape(
+IMPORT_STARTED_SHAPE = Shape(
     "ImportStarted",
     "The import was admitted; `statusUrl` tells how it goes.",
     [
@@ -33,7 +33,7 @@ IMPORT_STARTED = Shape(
         field("deduplicated", FLAG),
     ],
 )
-CATALOGUE = Shape(
+CATALOGUE_SHAPE = Shape(
     "ModelCatalogue",
     "A page of what the galleries of models offer.",
     [
@@ -44,16 +44,16 @@ CATALOGUE = Shape(
         field("tasks", TEXTS, "Of all entries."),
         field("licences", TEXTS, "Of all entries."),
         field("galleries", TEXTS),
-        field("gallery_errors", GALLERY_ERROR.many),
+        field("gallery_errors", GALLERY_ERROR_SHAPE.many),
     ],
 )
-_NODE_FIT = {
+_NODE_FIT_EXAMPLE = {
     "node_id": base.NODE_ID,
     "node_name": "gpu-a",
     "fits": True,
     "reason": "fits on gpu-a (needs 1.9 of 20.0 GiB)",
 }
-_VARIANT = {
+_VARIANT_EXAMPLE = {
     "id": "Q4_K_M",
     "label": "Q4_K_M",
     "quantization": "Q4_K_M",
@@ -63,9 +63,9 @@ _VARIANT = {
     "gated": False,
     "recommended": True,
     "context_size": 32768,
-    "fit": {"fits": True, "summary": "fits on gpu-a (needs 1.9 of 20.0 GiB)", "nodes": [_NODE_FIT]},
+    "fit": {"fits": True, "summary": "fits on gpu-a (needs 1.9 of 20.0 GiB)", "nodes": [_NODE_FIT_EXAMPLE]},
 }
-_INSPECTED = {
+_INSPECTION_EXAMPLE = {
     "kind": "huggingface",
     "title": "Qwen/Qwen2.5-1.5B-Instruct-GGUF",
     "description": "",
@@ -76,11 +76,11 @@ _INSPECTED = {
     "commit": "91cad51170dc346986eccefdc2dd33a9da36ead9",
     "name": "Qwen2.5-1.5B-Instruct",
     "task": "chat",
-    "variants": [_VARIANT],
+    "variants": [_VARIANT_EXAMPLE],
     "candidates": [],
     "problem": "",
 }
-_ENTRY = {
+_ENTRY_EXAMPLE = {
     "id": "localai@qwen2.5-1.5b-instruct",
     "name": "qwen2.5-1.5b-instruct",
     "gallery": "localai",
@@ -94,12 +94,14 @@ _ENTRY = {
     "jobID": "",
     "fits": True,
 }
-_SEARCH = base.text_schema(MAX_SEARCH_LENGTH)
+_SEARCH_SCHEMA = base.text_schema(MAX_SEARCH_LENGTH)
 _CATALOGUE = [
-    base.query_parameter("term", _SEARCH, "Only models with this in name, description, tags or gallery."),
-    base.query_parameter("task", _SEARCH, "Only models for this, such as `chat`."),
-    base.query_parameter("licence", _SEARCH, "Only models of this licence."),
-    base.query_parameter("gallery", _SEARCH, "Only models of this gallery."),
+    base.query_parameter(
+        "term", _SEARCH_SCHEMA, "Only models with this in name, description, tags or gallery."
+    ),
+    base.query_parameter("task", _SEARCH_SCHEMA, "Only models for this, such as `chat`."),
+    base.query_parameter("licence", _SEARCH_SCHEMA, "Only models of this licence."),
+    base.query_parameter("gallery", _SEARCH_SCHEMA, "Only models of this gallery."),
     base.query_parameter("size", base.integer_schema(1, MAX_SIZE), "Only models of at most so many bytes."),
     base.query_parameter("fits", base.enum_schema(("true", "false")), "Only those that fit."),
     base.query_parameter("page", base.integer_schema(1, FARTHEST, 1), "Which page."),
@@ -108,13 +110,13 @@ _CATALOGUE = [
 
 
 class InspectSerializer(NullIsAbsent):
-    """A text that names a model: a name, an address, a command line, a path or a definition."""
+    """A text that identifies a model: a name, an address, a command line, a path or a definition."""
 
     text = Text(max_length=MAX_FILE_BYTES)
 
 
 class ChangesSerializer(serializers.Serializer[Any]):
-    """Changes of the definition before it is saved, as in the form of definitions."""
+    """Values that replace those of the definition before it is saved, as in the form of definitions."""
 
     context_size = serializers.JSONField(required=False)
     parallel = serializers.JSONField(required=False)
@@ -125,7 +127,7 @@ class ChangesSerializer(serializers.Serializer[Any]):
 
 
 class ImportSerializer(InspectSerializer):
-    """The model to import, and the options of the import."""
+    """The model to import, its variant, and the options of the import."""
 
     variant = Text(
         max_length=1024,
@@ -151,13 +153,13 @@ class InspectView(_SourceView):
         refused=(400, 404, 413, 502),
         body=InspectSerializer,
         sent={"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF"},
-        shown=_INSPECTED,
+        shown=_INSPECTION_EXAMPLE,
     )
     def post(self, request: Request) -> Response:
-        """Reads the source, at most 16 MiB of a model's file; nothing is saved.
+        """Finds the model that the text identifies, and reads at most 16 MiB of its file; nothing is saved.
 
-        A name leads to `candidates`, everything else to `variants`. A source that refuses is a 4xx that
-        quotes it.
+        The answer to a name has `candidates`, to every other text `variants`. If the source refuses, the
+        response is a 4xx that quotes it.
         """
         text = validate_body(InspectSerializer, request)["text"]
         return Response(inspection.inspect(text, clock.now()))
@@ -169,7 +171,7 @@ class ImportView(_SourceView):
     @describe(
         "models_import",
         "Import a model",
-        IMPORT_STARTED,
+        IMPORT_STARTED_SHAPE,
         status=202,
         meaning="The import is recorded and goes on.",
         refused=(400, 404, 409, 413, 502),
@@ -179,7 +181,7 @@ class ImportView(_SourceView):
         | {"model": "Qwen2.5-1.5B-Instruct", "deduplicated": False},
     )
     def post(self, request: Request) -> Response:
-        """Fetches the files of a variant, then defines the model; an import that is under way is joined.
+        """Fetches the files of a variant, then defines the model. A second request joins the import.
 
         409 if a model of this name is defined.
         """
@@ -203,7 +205,7 @@ def refuse_defined(plan: ImportPlan) -> None:
 
 
 def start_import(request: Request, plan: ImportPlan, *, load: bool = False) -> Admission:
-    """Create the import for the user of the request, or join a running one."""
+    """Start the import in the name of the request's user, or join the running one."""
     return request_import(
         plan,
         by=requester_of(request),
@@ -218,7 +220,7 @@ def import_message(admission: Admission, model: str) -> str:
 
 def import_body(admission: Admission, model: str) -> dict[str, Any]:
     fields = job_fields(admission, import_message(admission, model), "/api/models/job")
-    return IMPORT_STARTED.of(model=model, **fields)
+    return IMPORT_STARTED_SHAPE.of(model=model, **fields)
 
 
 class CatalogueView(_SourceView):
@@ -227,11 +229,11 @@ class CatalogueView(_SourceView):
     @describe(
         "catalogue_list",
         "List models of the galleries",
-        CATALOGUE,
+        CATALOGUE_SHAPE,
         refused=(400,),
         parameters=_CATALOGUE,
         shown={
-            "models": [_ENTRY],
+            "models": [_ENTRY_EXAMPLE],
             "total": 1,
             "page": 1,
             "items": DEFAULT_ITEMS,
@@ -242,11 +244,11 @@ class CatalogueView(_SourceView):
         },
     )
     def get(self, request: Request) -> Response:
-        """The galleries are read at most once a minute; 503 if none can be read."""
+        """Returns the models of the galleries, read at most once a minute; 503 if none can be read."""
         query = _catalogue_query(request)
         page = catalogue.read(query, clock.now())
         return Response(
-            CATALOGUE.of_object(
+            CATALOGUE_SHAPE.of_object(
                 page,
                 models=page.rows,
                 page=query.page,

@@ -29,15 +29,15 @@ from nodes.definitions.sizes import MEASURE_LIMIT
 from nodes.models import BackendNode, NodeModel, NodeType
 from nodes.scheduling import store
 
-LOADED_MODEL = Shape(
+LOADED_MODEL_SHAPE = Shape(
     "LoadedModel", "A model that a node serves.", [field("id", TEXT), field("backend", TEXT, optional=True)]
 )
-SYSTEM = Shape(
+SYSTEM_SHAPE = Shape(
     "System",
     "Backends of all nodes, and the models that are loaded.",
-    [field("backends", TEXTS), field("loaded_models", LOADED_MODEL.many)],
+    [field("backends", TEXTS), field("loaded_models", LOADED_MODEL_SHAPE.many)],
 )
-GPU_USE = Shape(
+GPU_USE_SHAPE = Shape(
     "GpuUse",
     "A GPU of a node; all GPUs of a node whose worker tells only their sum.",
     [
@@ -50,7 +50,7 @@ GPU_USE = Shape(
         field("usage_percent", NUMBER),
     ],
 )
-RAM_USE = Shape(
+RAM_USE_SHAPE = Shape(
     "RamUse",
     "Main memory of all nodes.",
     [
@@ -61,7 +61,7 @@ RAM_USE = Shape(
         field("usage_percent", NUMBER),
     ],
 )
-MEMORY_SUM = Shape(
+MEMORY_SUM_SHAPE = Shape(
     "MemorySum",
     "GPU memory of all nodes, main memory where there is none.",
     [
@@ -72,22 +72,22 @@ MEMORY_SUM = Shape(
         field("gpu_count", count()),
     ],
 )
-RESOURCES = Shape(
+RESOURCES_SHAPE = Shape(
     "Resources",
     "Memory of the healthy nodes. There is no reclaimer: its fields say so.",
     [
         field("type", {"type": "string", "enum": ["gpu", "ram"]}),
         field("available", FLAG, "Any node tells its memory."),
-        field("gpus", GPU_USE.many, nullable=True),
-        field("ram", RAM_USE.ref, nullable=True),
-        field("aggregate", MEMORY_SUM.ref),
+        field("gpus", GPU_USE_SHAPE.many, nullable=True),
+        field("ram", RAM_USE_SHAPE.ref, nullable=True),
+        field("aggregate", MEMORY_SUM_SHAPE.ref),
         field("storage_size", BYTES, "Files of the defined models."),
         field("reclaimer_enabled", FLAG),
         field("reclaimer_threshold", NUMBER),
         field("watchdog_interval", TEXT),
     ],
 )
-RELOADED = Shape(
+RELOADED_SHAPE = Shape(
     "ModelsReloaded",
     "The definitions were read again.",
     [
@@ -96,17 +96,17 @@ RELOADED = Shape(
         field("pending_cleanup", count(), "Always 0: replicas of former definitions end by themselves."),
     ],
 )
-CHANGED = Shape("ModelChanged", "What was done.", [field("success", FLAG), field("message", TEXT)])
-_MODEL = OpenApiParameter("model", str, OpenApiParameter.PATH)
-_MEMORY = {"total_memory": 25769803776, "used_memory": 4294967296, "free_memory": 21474836480}
-_RAM = {"total": 68719476736, "used": 17179869184, "free": 51539607552, "available": 51539607552}
-_GPU = {"index": 0, "name": "NVIDIA L4 on gpu-a", "vendor": "nvidia", "total_vram": 25769803776}
-_EXAMPLE = {
+CHANGED_SHAPE = Shape("ModelChanged", "What was done.", [field("success", FLAG), field("message", TEXT)])
+_MODEL_PARAMETER = OpenApiParameter("model", str, OpenApiParameter.PATH)
+_MEMORY_EXAMPLE = {"total_memory": 25769803776, "used_memory": 4294967296, "free_memory": 21474836480}
+_RAM_EXAMPLE = {"total": 68719476736, "used": 17179869184, "free": 51539607552, "available": 51539607552}
+_GPU_EXAMPLE = {"index": 0, "name": "NVIDIA L4 on gpu-a", "vendor": "nvidia", "total_vram": 25769803776}
+_RESOURCES_EXAMPLE = {
     "type": "gpu",
     "available": True,
-    "gpus": [_GPU | {"used_vram": 4294967296, "free_vram": 21474836480, "usage_percent": 16.7}],
-    "ram": _RAM | {"usage_percent": 25.0},
-    "aggregate": _MEMORY | {"usage_percent": 16.7, "gpu_count": 1},
+    "gpus": [_GPU_EXAMPLE | {"used_vram": 4294967296, "free_vram": 21474836480, "usage_percent": 16.7}],
+    "ram": _RAM_EXAMPLE | {"usage_percent": 25.0},
+    "aggregate": _MEMORY_EXAMPLE | {"usage_percent": 16.7, "gpu_count": 1},
     "storage_size": 4831838208,
     "reclaimer_enabled": False,
     "reclaimer_threshold": 0,
@@ -120,38 +120,40 @@ class SystemView(APIView):
     @describe(
         "system",
         "List backends and loaded models",
-        SYSTEM,
+        SYSTEM_SHAPE,
         shown={"backends": ["minilm"], "loaded_models": [{"id": "m", "backend": "minilm"}]},
         tag="nodes",
     )
     def get(self, request: Request) -> Response:
-        """The backends that approved nodes have, and the loaded models; each name once."""
+        """Returns the backends of approved nodes and the loaded models, each name once."""
         backends = sorted({entry.name for entry in catalogue.installed()})
         loaded = NodeModel.objects.loaded().order_by("model_name", "backend_type")
         pairs = loaded.values_list("model_name", "backend_type").distinct()
-        models = [LOADED_MODEL.of(id=model, backend=backend) for model, backend in pairs]
-        return Response(SYSTEM.of(backends=backends, loaded_models=models))
+        models = [LOADED_MODEL_SHAPE.of(id=model, backend=backend) for model, backend in pairs]
+        return Response(SYSTEM_SHAPE.of(backends=backends, loaded_models=models))
 
 
 class ResourcesView(APIView):
     """`/api/resources`."""
 
-    @describe("resources", "Show the memory of the cluster", RESOURCES, shown=_EXAMPLE, tag="nodes")
+    @describe(
+        "resources", "Show the memory of the cluster", RESOURCES_SHAPE, shown=_RESOURCES_EXAMPLE, tag="nodes"
+    )
     def get(self, request: Request) -> Response:
-        """As the last heartbeats of the healthy nodes tell it."""
+        """Returns the memory that the last heartbeats of the healthy nodes report."""
         nodes = list(
             BackendNode.objects.filter(status="healthy", node_type=NodeType.BACKEND).order_by("name")
         )
-        gpus = [GPU_USE.of(index=index, **gpu) for index, gpu in enumerate(_gpu_rows(nodes))]
+        gpus = [GPU_USE_SHAPE.of(index=index, **gpu) for index, gpu in enumerate(_gpu_rows(nodes))]
         ram = _sum_memory((node.total_ram, node.available_ram) for node in nodes)
         vram = _sum_memory((gpu["total_vram"], gpu["free_vram"]) for gpu in gpus)
         total, free = vram if gpus else ram
         used = total - free
         percent = _percent(total, free)
-        whole = MEMORY_SUM.of(
+        whole = MEMORY_SUM_SHAPE.of(
             total_memory=total, used_memory=used, free_memory=free, usage_percent=percent, gpu_count=len(gpus)
         )
-        body = RESOURCES.of(
+        body = RESOURCES_SHAPE.of(
             type="gpu" if gpus else "ram",
             available=total > 0,
             gpus=gpus or None,
@@ -184,11 +186,13 @@ def _gpu_rows(nodes: Iterable[BackendNode]) -> Iterable[Row]:
 
 def _ram_row(total: int, free: int) -> Row:
     used = total - free
-    return RAM_USE.of(total=total, used=used, free=free, available=free, usage_percent=_percent(total, free))
+    return RAM_USE_SHAPE.of(
+        total=total, used=used, free=free, available=free, usage_percent=_percent(total, free)
+    )
 
 
 def _sum_memory(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the sums of total and free bytes. Free memory counts at most up to its total."""
+    """Return the sums of total and of free bytes, where free bytes count only up to their total."""
     listed = [(total, min(free, total)) for total, free in figures]
     return sum(total for total, _ in listed), sum(free for _, free in listed)
 
@@ -198,27 +202,27 @@ def _percent(total: int, free: int) -> float:
 
 
 _STORAGE_MAX_AGE = 60.0
-_MEASURED_AT_ONCE = 32
-_storage: tuple[float, int] = (float("-inf"), 0)
-"""Time of the last measurement of the models' files (monotonic seconds), and their bytes."""
+_MAX_PARALLEL_MEASUREMENTS = 32
+_last_measurement: tuple[float, int] = (float("-inf"), 0)
+"""Time of the last measurement of the models' files (monotonic seconds), and the measured bytes."""
 
 
 async def _storage_size() -> int:
-    """Return the bytes of all defined models' files, measured at most once a minute."""
-    global _storage
-    measured_at, size = _storage
+    """Return the bytes of the files of all defined models, measured at most once a minute."""
+    global _last_measurement
+    measured_at, size = _last_measurement
     if clock.monotonic() - measured_at < _STORAGE_MAX_AGE:
         return size
-    _storage = (clock.monotonic(), size)  # a second caller does not measure as well
+    _last_measurement = (clock.monotonic(), size)  # a second caller does not measure as well
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MEASURE_LIMIT):
-            _storage = (clock.monotonic(), await _measure_storage())
-    return _storage[1]
+            _last_measurement = (clock.monotonic(), await _measure_storage())
+    return _last_measurement[1]
 
 
 async def _measure_storage() -> int:
-    """Measure the files of all definitions, a few definitions at a time, because each one needs a thread."""
-    models, slots = folder.folder(), asyncio.Semaphore(_MEASURED_AT_ONCE)
+    """Measure the files of all definitions, a few definitions in parallel, because each needs a thread."""
+    models, slots = folder.folder(), asyncio.Semaphore(_MAX_PARALLEL_MEASUREMENTS)
 
     async def measure(definition: Definition) -> int:
         async with slots:
@@ -228,7 +232,7 @@ async def _measure_storage() -> int:
 
 
 class _DefinitionView(ModelRoute):
-    """Base of routes for one definition."""
+    """Base of the views for one definition."""
 
     def check_defined(self, model: str) -> None:
         """Raise NotFound unless the model is defined."""
@@ -244,26 +248,26 @@ class ConfigurationView(_DefinitionView):
         "Show the definition of a model",
         {"type": "object", "additionalProperties": True},
         refused=(404,),
-        parameters=[_MODEL],
+        parameters=[_MODEL_PARAMETER],
         shown={"name": "m", "backend": "minilm", "parameters": {"model": "m.gguf"}},
         tag="nodes",
     )
     def get(self, request: Request, model: str) -> Response:
-        """The content of the model's file or stored definition, as JSON."""
+        """Returns the content of the model's file or stored definition as JSON."""
         self.check_defined(model)
         document: dict[str, Any] | None = async_to_sync(folder.folder().document)(model)
         if document is None:
             raise errors.NotFound("model configuration not found")
-        return Response(_as_json(document))
+        return Response(_to_json(document))
 
 
-def _as_json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert a YAML value to JSON: keys and values of other types become texts."""
     match value:
         case dict():
-            return {_json_key(key): _as_json(each) for key, each in value.items()}
+            return {_json_key(key): _to_json(each) for key, each in value.items()}
         case list() | tuple() | set():
-            return [_as_json(item) for item in value]
+            return [_to_json(item) for item in value]
         case str():
             return value.encode("utf-8", "replace").decode()
         case bytes():
@@ -276,8 +280,8 @@ def _as_json(value: Any) -> Any:
 
 
 def _json_key(key: Any) -> str:
-    """Convert a key to JSON's notation: `true` and `null` instead of Python's names."""
-    return str(_as_json(key)) if not isinstance(key, bool | None) else json.dumps(key)
+    """Convert a key of a YAML mapping to JSON's notation: `true` and `null` instead of Python's names."""
+    return str(_to_json(key)) if not isinstance(key, bool | None) else json.dumps(key)
 
 
 class PinView(_DefinitionView):
@@ -286,28 +290,31 @@ class PinView(_DefinitionView):
     @describe(
         "models_pin",
         "Keep a model loaded, or no longer",
-        CHANGED,
+        CHANGED_SHAPE,
         refused=(404, 409),
-        parameters=[_MODEL, OpenApiParameter("action", str, OpenApiParameter.PATH, enum=["pin", "unpin"])],
+        parameters=[
+            _MODEL_PARAMETER,
+            OpenApiParameter("action", str, OpenApiParameter.PATH, enum=["pin", "unpin"]),
+        ],
         shown={"success": True, "message": "model m keeps at least one replica"},
         tag="scheduling",
     )
     def put(self, request: Request, model: str, action: str) -> Response:
-        """`pin` sets the minimum of its scheduling rule to 1 at least, `unpin` to 0."""
+        """Pins or unpins the model: `pin` sets its rule's minimum to at least 1, `unpin` to 0."""
         if action not in ("pin", "unpin"):
             raise errors.NotFound("unknown action; use pin or unpin")
         self.check_defined(model)
         store.set_pinned(model, action == "pin", clock.now())
         kept = "keeps at least one replica" if action == "pin" else "keeps no replica without requests"
-        return Response(CHANGED.of(success=True, message=f"model {model} {kept}"))
+        return Response(CHANGED_SHAPE.of(success=True, message=f"model {model} {kept}"))
 
 
-REMOVAL_JOB = Shape(
+REMOVAL_JOB_SHAPE = Shape(
     "ModelRemovalJob",
     "The operation that deletes the model.",
     [field("uuid", UUID), field("status", TEXT, "Address of its state.")],
 )
-REMOVAL_STARTED = Shape(
+REMOVAL_STARTED_SHAPE = Shape(
     "ModelRemovalStarted",
     "The operation that deletes the model.",
     [field("jobID", UUID), field("message", TEXT)],
@@ -320,18 +327,20 @@ class StockDeleteView(_DefinitionView):
     @describe(
         "models_delete_stock",
         "Delete a model with its files (LocalAI)",
-        REMOVAL_JOB,
+        REMOVAL_JOB_SHAPE,
         refused=(404, 409),
-        parameters=[_MODEL],
+        parameters=[_MODEL_PARAMETER],
         shown={"uuid": JOB_ID, "status": f"https://cluster/models/jobs/{JOB_ID}"},
     )
     def post(self, request: Request, model: str) -> Response:
-        """Unloads it, deletes its stored definition and the files that no other definition names.
+        """Unloads the model, deletes its stored definition, and the files that no other definition names.
 
         409 for a model that only a file of the models folder defines.
         """
         job = definitions.remove(request, model, with_files=True)["jobID"]
-        return Response(REMOVAL_JOB.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}")))
+        return Response(
+            REMOVAL_JOB_SHAPE.of(uuid=job, status=request.build_absolute_uri(f"/models/jobs/{job}"))
+        )
 
 
 class StockDeleteByIdView(_DefinitionView):
@@ -340,15 +349,15 @@ class StockDeleteByIdView(_DefinitionView):
     @describe(
         "models_delete_by_id",
         "Delete a model with its files (LocalAI, by gallery id)",
-        REMOVAL_STARTED,
+        REMOVAL_STARTED_SHAPE,
         refused=(404, 409),
-        parameters=[_MODEL],
+        parameters=[_MODEL_PARAMETER],
         shown={"jobID": JOB_ID, "message": "the definition is being deleted"},
     )
     def post(self, request: Request, model: str) -> Response:
-        """As `/models/delete`; a gallery's name before `@` is left out."""
+        """Deletes the model like `/models/delete`; a gallery's name before `@` is ignored."""
         removal = definitions.remove(request, model.rpartition("@")[2], with_files=True)
-        return Response(REMOVAL_STARTED.of(jobID=removal["jobID"], message=removal["message"]))
+        return Response(REMOVAL_STARTED_SHAPE.of(jobID=removal["jobID"], message=removal["message"]))
 
 
 class ReloadView(_DefinitionView):
@@ -357,12 +366,12 @@ class ReloadView(_DefinitionView):
     @describe(
         "models_reload",
         "Read the models folder again",
-        RELOADED,
+        RELOADED_SHAPE,
         shown={"success": True, "message": "2 models are defined", "pending_cleanup": 0},
         tag="nodes",
     )
     def post(self, request: Request) -> Response:
-        """In this web process at once; the others read it within a few seconds by themselves."""
+        """Reads the definitions again in this web process; the other processes do so within a few seconds."""
         number = len(async_to_sync(folder.folder().reload)())
         defined = counted(number, "model is defined", "models are defined")
-        return Response(RELOADED.of(success=True, message=defined, pending_cleanup=0))
+        return Response(RELOADED_SHAPE.of(success=True, message=defined, pending_cleanup=0))

@@ -20,26 +20,26 @@ from operations.api.jobs import find_operation
 from operations.api.serializers import MAX_NODES, OperationRoute
 from operations.api.verbs import describe_verb
 
-MAX_PAUSE = 86_400
+MAX_PAUSE_SECONDS = 86_400
 """Maximum pause between two waves, in seconds."""
-_PERCENTAGE = "^([1-9][0-9]?|100)%$"
+_PERCENTAGE_PATTERN = "^([1-9][0-9]?|100)%$"
 
 
 @extend_schema_field(
     {
         "oneOf": [
             {"type": "integer", "minimum": 1, "maximum": MAX_NODES},
-            {"type": "string", "pattern": _PERCENTAGE},
+            {"type": "string", "pattern": _PERCENTAGE_PATTERN},
         ],
     }
 )
 class NodesAtOnce(serializers.Field[int | str, Any, int | str, Any]):
-    """A number of nodes, or a percentage of the request's nodes such as `25%`, which rounds down."""
+    """A number of nodes, or a percentage of the request's nodes such as `25%`, rounded down."""
 
     def to_internal_value(self, data: Any) -> int | str:
         """Return the number or percentage unchanged. Raise ValidationError."""
         is_number = isinstance(data, int) and not isinstance(data, bool) and 1 <= data <= MAX_NODES
-        if is_number or (isinstance(data, str) and re.fullmatch(_PERCENTAGE, data, re.ASCII)):
+        if is_number or (isinstance(data, str) and re.fullmatch(_PERCENTAGE_PATTERN, data, re.ASCII)):
             limit: int | str = data
             return limit
         raise serializers.ValidationError(
@@ -56,13 +56,13 @@ def _whole_field(default: int, least: int, most: int, help_text: str) -> Whole:
 
 
 class WaveOptionsSerializer(NullIsAbsent):
-    """The waves in which work goes over its nodes."""
+    """The options of an operation that runs on a few nodes at a time, in waves."""
 
     max_unavailable = NodesAtOnce(
         required=False, default=1, help_text="Nodes at a time: a number, or a percentage."
     )
     canary = serializers.BooleanField(required=False, default=True, help_text="One node goes first, alone.")
-    pause_seconds = _whole_field(0, 0, MAX_PAUSE, "Pause between two waves.")
+    pause_seconds = _whole_field(0, 0, MAX_PAUSE_SECONDS, "Pause between two waves.")
     stop_at_failures = _whole_field(
         1, 1, MAX_NODES, "Failed nodes from which on a failure stops the next waves until you choose."
     )
@@ -88,7 +88,7 @@ def last_replicas_field() -> serializers.ListField:
 
 
 class ChoiceSerializer(NullIsAbsent):
-    """The choice of an operator: work in waves continues or stops."""
+    """The choice of an operator whether work in waves continues or stops."""
 
     choice = serializers.ChoiceField(choices=wave_requests.CHOICES)
     last_replicas = last_replicas_field()
@@ -99,9 +99,9 @@ class WavesView(OperationRoute):
 
     @describe_verb("operations_waves", "Continue or stop work in waves", body=ChoiceSerializer)
     def post(self, request: Request, job_id: str) -> Response:
-        """After a wave that failed: `continue` opens the next one, `stop` ends what has not begun.
+        """Decides after a failed wave: `continue` opens the next wave, `stop` ends what has not begun.
 
-        `stop` may come at any time. `continue` with `last_replicas` also lets a part go on that waits for
+        `stop` is possible at any time. `continue` with `last_replicas` also continues parts that wait for
         this confirmation.
         """
         operation, fields = find_operation(job_id), validate_body(ChoiceSerializer, request)

@@ -45,7 +45,7 @@ def parse_id(text: str, kind: str = "node") -> UUID:
 
 
 class WorkerAuthentication(BaseAuthentication):
-    """Authentication of workers. A signed-in user gets 403 instead of 401."""
+    """Base of the authentication of workers. A signed-in user gets 403 instead of 401."""
 
     def authenticate(self, request: Request) -> tuple[Any, None]:
         """Return the worker's principal.
@@ -56,17 +56,17 @@ class WorkerAuthentication(BaseAuthentication):
         offered = principals.bearer(request.headers.get("authorization", ""))
         try:
             if not offered:
-                raise errors.NotAuthenticated(NO_CREDENTIAL)
+                raise errors.NotAuthenticated(NO_CREDENTIAL_MESSAGE)
             return self.prove(request, offered), None
         except errors.NotAuthenticated as refusal:
             if not isinstance(refusal, identity.MustRotate) and person_of(request).is_authenticated:
-                raise errors.Forbidden(WORKERS_ONLY) from None
+                raise errors.Forbidden(WORKERS_ONLY_MESSAGE) from None
             if isinstance(refusal, identity.WrongCredential):
                 throttle.token_failures().note(client_address(request), clock.now())
             raise
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """Return the owner of the credential. Raise NotAuthenticated for an unknown credential."""
+        """Return the owner of the credential. Raise NotAuthenticated for an unknown one."""
         raise NotImplementedError
 
     def authenticate_header(self, request: Request) -> str:
@@ -74,14 +74,14 @@ class WorkerAuthentication(BaseAuthentication):
         return BEARER_CHALLENGE
 
 
-NO_CREDENTIAL = "missing or invalid Authorization header"
-WORKERS_ONLY = "this route is for workers only"
+NO_CREDENTIAL_MESSAGE = "missing or invalid Authorization header"
+WORKERS_ONLY_MESSAGE = "this route is for workers only"
 
 
 class NodeAuthentication(WorkerAuthentication):
-    """Authentication by a worker's own secret, for exactly the node in the URL (`kwargs["node_id"]`).
+    """Authentication of the node in the URL (`kwargs["node_id"]`) by its worker's own secret.
 
-    A view with `rotating` set is open to a secret that an admin wants replaced.
+    A view with `rotating` set also accepts a secret that an admin wants replaced.
     """
 
     def prove(self, request: Request, offered: str) -> Principal:
@@ -110,20 +110,20 @@ class NodeAuthentication(WorkerAuthentication):
 
 
 class IsTheNode(BasePermission):
-    """Permission of the node in the URL; `NodeAuthentication` has authenticated it."""
+    """Permission for the node in the URL, which `NodeAuthentication` has authenticated."""
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
         return principal(request).kind == "node"
 
 
 class RegistrationAuthentication(BaseAuthentication):
-    """The shared registration token, for the API document only."""
+    """The shared registration token as a security scheme of the API document. It authenticates nothing."""
 
     def authenticate(self, request: Request) -> None:
         """Return None, because it authenticates no request."""
 
 
-WORKER_REFUSAL = Shape(
+WORKER_REFUSAL_SHAPE = Shape(
     "WorkerRefusal",
     "The 401 of a worker, flat (§0.4). `rotate`, true, if an admin wants the secret replaced.",
     [field("error", TEXT), field("rotate", FLAG, optional=True)],
@@ -144,13 +144,13 @@ def _header(name: str, digits: int, meaning: str, *, required: bool = False) -> 
     )
 
 
-SECRET = _header(
+SECRET_PARAMETER = _header(
     identity.SECRET_HEADER, 64, "The worker's own secret, bound to the name by its first registration."
 )
-NEW_SECRET = _header(
+NEW_SECRET_PARAMETER = _header(
     identity.NEW_SECRET_HEADER, 64, "What the worker proves itself by from now on.", required=True
 )
-INSTANCE = _header(
+INSTANCE_PARAMETER = _header(
     identity.INSTANCE_HEADER,
     32,
     "One value for each worker process. A call under an earlier one is refused with 409: two processes use"
@@ -167,16 +167,16 @@ def headers_of(scope: Scope) -> dict[bytes, str]:
 
 
 def client_of(scope: Scope) -> str:
-    """Return the client's address (`wire.client_of`), cut to the length of its column."""
+    """Return the client's address, cut to the length of the column that stores it."""
     return wire.client_of(scope)[:64]
 
 
 async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
-    """Return the refusal to send: 403 instead of 401 for a user. Count a wrong credential."""
+    """Return the refusal to send, and count a wrong credential. A signed-in user gets 403 instead of 401."""
     if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
         return refusal
     if await _is_from_user(scope):
-        return errors.Forbidden(WORKERS_ONLY)
+        return errors.Forbidden(WORKERS_ONLY_MESSAGE)
     if isinstance(refusal, identity.WrongCredential):
         return await throttle.token_failures().note_in_thread(refusal, client_of(scope))
     return refusal
@@ -206,7 +206,7 @@ async def send_json(send: Any, status: int, body: Mapping[str, Any], headers: Ma
 
 
 def describe_refusals(*statuses: int) -> dict[str, Operation]:
-    """Describe the refusals with these statuses for the API document."""
+    """Describe the refusals with these statuses, for the API document."""
     meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
     return {
         str(status): {"description": meaning, "content": json_body(reference("Refusal"))}
@@ -228,20 +228,20 @@ def describe_node_route(operation_id: str, summary: str, description: str, *in_p
                 for name in in_path
             ),
             {
-                "name": INSTANCE.name,
+                "name": INSTANCE_PARAMETER.name,
                 "in": "header",
-                "required": INSTANCE.required,
-                "schema": INSTANCE.type,
-                "description": INSTANCE.description,
+                "required": INSTANCE_PARAMETER.required,
+                "schema": INSTANCE_PARAMETER.type,
+                "description": INSTANCE_PARAMETER.description,
             },
         ],
     }
 
 
-WRONG_SECRET: Operation = {
+WRONG_SECRET_RESPONSE: Operation = {
     "401": {
         "description": WRONG_SECRET_MEANING,
-        "content": json_body(WORKER_REFUSAL.ref, {"error": "invalid node credential"}),
+        "content": json_body(WORKER_REFUSAL_SHAPE.ref, {"error": "invalid node credential"}),
     }
 }
 """Description of the 401 for a wrong secret, for the API document."""

@@ -17,7 +17,7 @@ from localai_cluster.kit.leases import as_array
 from nodes.backends import node_commands
 from nodes.backends.waves import Options, nodes_at_once
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
-from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
+from nodes.registry.node_refusals import GONE_REASON, NodeRefusal, NodesRefused
 from operations.ledger import target_changes
 from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget, TargetStatus
@@ -212,7 +212,9 @@ def refuse_by_name(request: BackendRequest, ids: Collection[UUID], *, field: str
     At most three queries.
     """
     registered = nodes_for_request(ids)
-    reasons = {id: GONE if id not in registered else node_commands.refusal(registered[id]) for id in set(ids)}
+    reasons = {
+        id: GONE_REASON if id not in registered else node_commands.refusal(registered[id]) for id in set(ids)
+    }
     nodes = [node for id, node in registered.items() if not reasons[id]]
     rows: dict[UUID, list[PendingBackendOp]] = {}
     for intent in PendingBackendOp.objects.filter(node__in=as_array(registered), backend=request.backend):

@@ -55,12 +55,12 @@ Q = TypeVar("Q", InstallRequest, UpgradeRequest)
 
 
 def without_gallery(name: str) -> str:
-    """Return the name in `gallery@name`."""
+    """Return the backend's name in `gallery@name`."""
     return name.rpartition("@")[2]
 
 
 def with_plain_name(request: Q) -> Q:
-    """Return the request with the backend's name without its gallery.
+    """Return the request with the backend's name in place of `gallery@name`.
 
     For an address, `backend` and `name` are the future name of the backend. A gallery before the name becomes
     the only gallery of the request. If the request does not contain that gallery, the name stays unchanged:
@@ -100,42 +100,42 @@ MODEL_TIMEOUT = 30.0
 DELETE_TIMEOUT = 120.0
 """Reply timeout of `backend.delete` in seconds (C23)."""
 CANCEL_TIMEOUT = 6.0
-"""Reply timeout of the cancel command in seconds; our worker replies within 5 s."""
+"""Reply timeout of a cancellation in seconds; our worker replies within 5 s."""
 RECONNECT_GRACE = 10.0
-"""Seconds after our own (re)connect in which a missing listener proves nothing; workers reconnect within 6 s.
-"""
+"""Seconds after our own (re)connect during which a missing listener proves nothing: workers take up to 6 s to
+reconnect."""
 BUS_WAIT = 5.0
 """Seconds for which a command waits for our own connection; after that its outcome is `BusDown`."""
-_NO_PAYLOAD = b"null"
+_EMPTY_PAYLOAD = b"null"
 """The payload that the reference publishes where a message has no content (nats.md §1)."""
 _MAX_PROGRESS_BYTES = 16 * 1024
-_RETRY_PAUSE = 0.5
+_RETRY_PAUSE_SECONDS = 0.5
 _MISSES_UNTIL_GONE = 2
 
-_MAX_PINGS = 50
-"""Maximum pings per second of this process; with more commands each worker is pinged less often."""
+_MAX_PINGS_PER_SECOND = 50
+"""Maximum pings per second of this process; with more commands, each worker is pinged less often."""
 
 
-_watches: set["asyncio.Task[Any] | None"] = set()
-"""Watch tasks that wait for their next ping."""
+_watch_tasks: set["asyncio.Task[Any] | None"] = set()
+"""Tasks that watch a worker and wait for their next ping."""
 
 R = TypeVar("R")
 T = TypeVar("T")
 Refusal = Callable[[R], str]
-"""Returns the reason why a reply means failure; empty for a success."""
+"""Function that returns why a reply means failure; empty for a success."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Client of one node's worker on the bus."""
+    """Client that sends commands to one node's worker over the bus."""
 
     bus: carrier.Bus
     node_id: str
     name: str
     instance: str = ""
-    """Process id of the worker, if the caller knows it. Commands are then sent without a ping first."""
+    """Process id of the worker, if known. Commands are then sent without a ping first."""
     answered: bool = False
-    """True if the worker has just replied, even without an instance: the first command needs no ping."""
+    """True if the worker has just replied, so that the first command needs no ping."""
 
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
@@ -148,7 +148,7 @@ class Worker:
         )
 
     async def contact(self) -> Outcome[messages.ListReply]:
-        """Return the worker's list of backends, or the certain reason why there is no list.
+        """Return the worker's list of backends, or the outcome that proves why there is none.
 
         A worker that lost its connection reconnects within seconds, so a missing listener counts only if a
         second request, `PING_EVERY` seconds later, finds none either.
@@ -156,7 +156,7 @@ class Worker:
         since, misses = clock.monotonic(), 0
         while True:
             outcome = await self.backends()
-            pause = _RETRY_PAUSE
+            pause = _RETRY_PAUSE_SECONDS
             match outcome:
                 case NoResponders():
                     misses += 1
@@ -173,7 +173,7 @@ class Worker:
     async def running(
         self, measure: str = "", timeout: float = RUNNING_TIMEOUT
     ) -> Outcome[messages.RunningReply]:
-        """Return the engine processes that the worker runs, with the memory of the process `measure`."""
+        """Return the engine processes that the worker runs; of the process `measure` also its memory."""
         return await self._request(
             messages.RunningRequest(measure),
             messages.RunningReply,
@@ -183,7 +183,7 @@ class Worker:
         )
 
     async def stop_model(self, process_key: str, address: str) -> Outcome[messages.StopModelReply]:
-        """Stop the engine process of this key and address. `Done`: no process has the key any more."""
+        """Stop the engine process with this key at this address. `Done`: no process has the key any more."""
         name, _, _ = process_key.rpartition("#")
         return await self._request(
             messages.StopModelRequest(name, process_key, address),
@@ -218,14 +218,14 @@ class Worker:
 
         A `backend.stop` has no reply. An unforced stop of all engines has no payload either (R6.5).
         """
-        payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
+        payload = encode(messages.StopBackend(target, force)) if target or force else _EMPTY_PAYLOAD
         with contextlib.suppress(carrier.BusError), failpoints.wrap_message("backend.stop"):
             await self.bus.publish(messages.subject("backend.stop", self.node_id), payload)
 
     async def stop_node(self) -> None:
         """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
         with contextlib.suppress(carrier.BusError), failpoints.wrap_message("node.stop"):
-            await self.bus.publish(messages.subject("stop", self.node_id), _NO_PAYLOAD)
+            await self.bus.publish(messages.subject("stop", self.node_id), _EMPTY_PAYLOAD)
 
     async def install(
         self, request: messages.InstallRequest, *, timeout: float, on_progress: OnProgress | None = None
@@ -301,7 +301,7 @@ class Worker:
         )
 
     async def cancel(self, op_id: str) -> Outcome[messages.CancelReply]:
-        """Cancel the install or upgrade of this operation at the worker, at any step. Sent once.
+        """Cancel the install or upgrade of this operation at the worker, in any of its steps. Sent once.
 
         The cancelled command gets its own reply too. `found` is false if the worker runs no such command.
         Returns NoCommandListener if the worker does not support cancellation, as a stock worker: the command
@@ -323,9 +323,10 @@ class Worker:
         return outcome
 
     async def _is_old(self) -> bool:
-        """Return True if the worker replies without an `instance`, which our workers always send.
+        """Return True if the worker replies without an `instance`, as a stock worker does.
 
-        Our workers support all commands: if one has no listener for a command, it has just been restarted.
+        Our workers send it and support all commands: if one has no listener for a command, it has just been
+        restarted.
         """
         answer = await self.backends(PING_TIMEOUT)
         return isinstance(answer, Done | Refused) and not answer.reply.instance
@@ -352,7 +353,7 @@ class Worker:
 
     @property
     def is_settled(self) -> bool:
-        """Return True if our connection is old enough for a missing listener to prove a missing worker."""
+        """True if our connection is old enough for a missing listener to prove a missing worker."""
         return clock.monotonic() - self.bus.connected_since >= RECONNECT_GRACE
 
     async def _request(
@@ -410,7 +411,7 @@ class Worker:
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
             instance, ping_first = "", True  # the next turn begins by waiting for the bus
-            await asyncio.sleep(_RETRY_PAUSE)
+            await asyncio.sleep(_RETRY_PAUSE_SECONDS)
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 
     async def _send(
@@ -428,14 +429,14 @@ class Worker:
             await asyncio.sleep(PING_EVERY)
 
     async def _watch(self, generation: int, instance: str) -> NoResponders | None:
-        """Return NoResponders once the worker is gone, or None once the command must be sent again."""
+        """Watch the worker; return NoResponders once it is gone, None once the command must be sent again."""
         misses = 0
         while True:
-            _watches.add(task := asyncio.current_task())
+            _watch_tasks.add(task := asyncio.current_task())
             try:
-                await asyncio.sleep(max(PING_EVERY, len(_watches) / _MAX_PINGS))
+                await asyncio.sleep(max(PING_EVERY, len(_watch_tasks) / _MAX_PINGS_PER_SECOND))
             finally:
-                _watches.discard(task)
+                _watch_tasks.discard(task)
             if self.bus.generation != generation:
                 return None
             answer = await self.backends(PING_TIMEOUT)
@@ -466,9 +467,9 @@ def _failure(reply: _Verdict) -> str:
 
 
 async def first_result(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, Any, T]) -> R | T:
-    """Return the result of the coroutine that ends first, or raise its exception. Cancel the other coroutine.
+    """Return the result, or raise the exception, of the coroutine that ends first.
 
-    If both have ended, `second_work` counts.
+    Cancel the other coroutine. If both have ended, `second_work` counts.
     """
     tasks = asyncio.create_task(first_work), asyncio.create_task(second_work)
     try:

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class CommandFailed(errors.ClusterError):
-    """The worker did not run the command, or may not run it."""
+    """The worker refused the command or failed, or cannot be given the command now."""
 
     message = "The worker has not run the command, or may not run it."
     status = 502
@@ -23,14 +23,14 @@ class CommandFailed(errors.ClusterError):
 
 @dataclass(frozen=True)
 class Done(Generic[R]):
-    """The worker executed the command."""
+    """The worker has executed the command."""
 
     reply: R
 
 
 @dataclass(frozen=True)
 class Refused(Generic[R]):
-    """The worker replied that it did not execute the command, with the reason."""
+    """The worker replied that it did not execute the command, and why."""
 
     reason: str
     reply: R
@@ -45,24 +45,24 @@ class StillRunning:
 
 @dataclass(frozen=True)
 class NotSent(StillRunning):
-    """The worker did not reply to the ping before the command, so the command was not sent."""
+    """The command was not sent, because the worker did not reply to the ping before it."""
 
 
 @dataclass(frozen=True)
 class NoResponders:
-    """The worker is gone: nothing listens although our own connection works, or it was restarted."""
+    """The worker is gone: nothing listens for it although our own connection works, or it was restarted."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Restarted(NoResponders):
-    """The worker has a new process; the command died with the former process."""
+    """The worker's process was replaced; the command ended with the former process."""
 
 
 @dataclass(frozen=True)
 class NoCommandListener(NoResponders):
-    """The worker replies to other requests but has no listener for this command: it may not support it."""
+    """The worker replies to other requests, but nothing listens for this command: it may not support it."""
 
 
 @dataclass(frozen=True)

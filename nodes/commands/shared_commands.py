@@ -32,7 +32,7 @@ OnProgress = Callable[[ProgressEvent], None]
 
 @dataclass(eq=False)
 class _RunningCommand:
-    """A running command. `waiting` has one entry for each caller."""
+    """A command that is running. `waiting` has one entry for each caller that waits for its outcome."""
 
     waiting: list[OnProgress | None] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ async def join_or_send(
     send: Callable[[OnProgress | None], Coroutine[Any, Any, T]],
     on_progress: OnProgress | None,
 ) -> T:
-    """Return the outcome of the running command with this key on this bus, or of `send` if there is none.
+    """Return the outcome of the command with this key: the running one on this bus, or else that of `send`.
 
     Progress is reported only if the first caller passed `on_progress`.
     """
@@ -78,7 +78,7 @@ async def join_or_send(
 def _forget(
     flights: dict[Hashable, tuple[_RunningCommand, asyncio.Task[Any]]], key: Hashable, task: asyncio.Task[Any]
 ) -> None:
-    """Remove the command, so that the next caller sends a new one."""
+    """Remove the ended command, so that the next caller sends a new one."""
     if key in flights and flights[key][1] is task:
         del flights[key]
 
@@ -87,7 +87,7 @@ Receive = Callable[[bytes], None]
 
 
 class _Reports:
-    """The subscription of one operation, and the receivers of its reports by subject."""
+    """One operation's subscription to progress reports, and the receivers of the reports by subject."""
 
     def __init__(self, bus: Bus, op_id: str) -> None:
         self.receivers: dict[str, list[Receive]] = {}
@@ -123,21 +123,21 @@ async def receive_reports(bus: Bus, node_id: str, op_id: str, receive: Receive) 
             await (await shared.opening).close()
 
 
-_LAYER = re.compile(r"Downloading (\d{1,4})/(\d{1,4}) ")
-_EXTRACTING = "Extracting "
+_LAYER_PATTERN = re.compile(r"Downloading (\d{1,4})/(\d{1,4}) ")
+_EXTRACTING_PREFIX = "Extracting "
 
 
 @dataclass
 class Layers:
-    """Converts the progress of single image layers to the progress of the whole image.
+    """Converts the progress of single image layers into the progress of the whole image.
 
     Each command needs an instance of its own, and passes its reports in the order of their arrival.
     """
 
-    _before: float = 0.0
-    _layer: int = 0
-    _reached: float = 0.0
-    _shown: float = 0.0
+    _earlier_percent: float = 0.0
+    _layer_number: int = 0
+    _layer_percent: float = 0.0
+    _shown_percent: float = 0.0
 
     def with_total_percentage(self, event: ProgressEvent) -> ProgressEvent:
         """Return the event with the percentage of the whole image, which never falls.
@@ -147,15 +147,21 @@ class Layers:
         if event.seq:
             return event
         reported = min(max(event.percentage, 0.0), 100.0)
-        if event.file_name.startswith(_EXTRACTING):
+        if event.file_name.startswith(_EXTRACTING_PREFIX):
             # Extraction counts from 0 again after the download is complete.
-            self._shown = max(self._shown, reported)
-            return replace(event, phase="extracting", percentage=self._shown)
-        match = _LAYER.match(event.file_name)
-        layer = int(match[1]) if match else self._layer
-        if layer > self._layer:
-            self._before, self._reached, self._layer = self._before + self._reached, 0.0, layer
-        if layer == self._layer:
-            self._reached = max(self._reached, reported)
-        self._shown = max(self._shown, min(self._before + self._reached, 100.0))
-        return replace(event, percentage=self._shown)
+            self._shown_percent = max(self._shown_percent, reported)
+            return replace(event, phase="extracting", percentage=self._shown_percent)
+        match = _LAYER_PATTERN.match(event.file_name)
+        layer = int(match[1]) if match else self._layer_number
+        if layer > self._layer_number:
+            self._earlier_percent, self._layer_percent, self._layer_number = (
+                self._earlier_percent + self._layer_percent,
+                0.0,
+                layer,
+            )
+        if layer == self._layer_number:
+            self._layer_percent = max(self._layer_percent, reported)
+        self._shown_percent = max(
+            self._shown_percent, min(self._earlier_percent + self._layer_percent, 100.0)
+        )
+        return replace(event, percentage=self._shown_percent)

@@ -1,4 +1,4 @@
-"""The record of decisions and of the snapshots that they used: the only writer of both tables.
+"""Records of decisions and of the snapshots that they read: the only writer of both tables.
 
 A placement is recorded (`PlacementRecord`) in the transaction that reserves its slot, together with its
 evictions: all records exist or none. A wait is recorded before its load is postponed. So if the process dies
@@ -32,7 +32,7 @@ from nodes.placement.evict import Resident
 from nodes.placement.explain import FACTS_WITHOUT_FLEET, DecisionOutcome, Explanation
 
 State = dict[str, dict[Any, Any]]
-"""By section: the last recorded rows."""
+"""The rows of a snapshot, by section and key."""
 Changes = dict[str, tuple[dict[Any, Any], list[Any]]]
 """By section: the new or changed rows, and the keys of removed rows."""
 _MISSING = object()
@@ -40,18 +40,18 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Section:
-    """Rows that a decision read, by key; values must be immutable."""
+    """The rows of one kind that a decision read, by key; values must be immutable."""
 
     rows: Mapping[Any, Any]
     whole: bool = True
-    """False: only these keys were read, and rows with other keys are unchanged."""
+    """True if these are all rows; False if only these keys were read and other rows stay as they were."""
 
 
 SnapshotSections = Mapping[str, Section]
 
 
 def find_changes(state: State, sections: SnapshotSections) -> Changes:
-    """Return the differences between the sections of a snapshot and the state."""
+    """Return how the sections of a snapshot differ from the state."""
     result: Changes = {}
     for name, section in sections.items():
         before, now = state.get(name, {}), section.rows
@@ -77,7 +77,7 @@ def encode(changed_sections: Changes) -> bytes:
 
 
 def restore(entries: Iterable[bytes]) -> State:
-    """Return the state after these entries; the first entry must be the first of the log."""
+    """Return the state after these entries, which begin with the first entry of a log."""
     state: State = {}
     for entry in entries:
         apply_changes(state, orjson.loads(entry))
@@ -90,11 +90,11 @@ def _encode_collection(value: Any) -> Any:
 
 
 LIFETIME = timedelta(minutes=1)
-"""Maximum age of a base that gets a change."""
+"""Maximum age of a base to which a change is added."""
 LIFETIME_UNCHANGED = timedelta(hours=1)
-"""Maximum age of a base without changes."""
+"""Maximum age of a base to which no change is added."""
 MIN_LOG_SIZE = 64 * 1024
-"""Bytes that a log may have before it counts as too large, even if its base is small."""
+"""Bytes that a log may have even if its base is smaller."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SnapshotRef:
 
 @dataclass
 class _Log:
-    """The log that this process writes, in its committed state."""
+    """The log that this process writes, as committed."""
 
     base: UUID
     began: datetime
@@ -117,18 +117,18 @@ class _Log:
     state: State = field(default_factory=dict)
 
     def can_continue(self, now: datetime, lifetime: timedelta) -> bool:
-        """Return True if the log can be continued: not too old, not from the future, and not too large."""
+        """Return True if an entry may be added: the log is not too old, too large, or from the future."""
         return abs(now - self.began) < lifetime and self.added <= max(self.size, MIN_LOG_SIZE)
 
 
-_lock = threading.Lock()
+_log_lock = threading.Lock()
 _log: _Log | None = None
 
 
 def start_new_base() -> None:
-    """Start a new base with the next decision."""
-    global _log, _lock
-    _log, _lock = None, threading.Lock()
+    """Make the next decision start a new base."""
+    global _log, _log_lock
+    _log, _log_lock = None, threading.Lock()
 
 
 # Otherwise the child of a fork would write to its parent's log.
@@ -136,14 +136,14 @@ os.register_at_fork(after_in_child=start_new_base)
 
 
 def store_snapshot(snapshot: SnapshotSections, *, now: datetime) -> SnapshotRef:
-    """Store the snapshot of a decision. It costs one statement, and none if nothing has changed.
+    """Store the snapshot of a decision and return a reference to it. One statement, or none without changes.
 
     Inside a transaction the snapshot gets a base of its own, because a base that may be rolled back must have
     no further entries.
     """
     if connection.in_atomic_block:
         return _create_base(find_changes({}, snapshot), now)
-    with _lock:
+    with _log_lock:
         return _store(snapshot, now)
 
 
@@ -195,7 +195,7 @@ _UPDATED_COLUMNS = ("reason", "facts", "base", "position", "last_at")
 
 
 class NodeSlot(NamedTuple):
-    """The node and slot of a decision."""
+    """The node and the replica index of a decision."""
 
     node_id: UUID
     node_name: str
@@ -204,7 +204,7 @@ class NodeSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class DecisionRecord:
-    """A decision with its explanation and a reference to the snapshot that it used."""
+    """A decision to be recorded: its explanation, and a reference to the snapshot that it read."""
 
     model_name: str
     operation_id: UUID | None
@@ -212,7 +212,7 @@ class DecisionRecord:
     snapshot: SnapshotRef | None
     kind: DecisionKind = DecisionKind.PLACEMENT
     slot: NodeSlot | None = None
-    """The slot of the decision; None = the slot in the explanation, if there is one."""
+    """The slot of the decision; None = the slot that the explanation names, if any."""
 
 
 def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: Any) -> Explanation:
@@ -221,7 +221,10 @@ def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: 
 
 
 def record(decided: DecisionRecord, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
-    """Record the decision and the evictions of `victims`, unless it repeats the operation's last record."""
+    """Record a decision and the evictions of `victims`.
+
+    A repetition of the operation's last record is not added.
+    """
     if decided.explanation.node is None and _repeats_last_record(decided, now):
         return
     _build_record(decided, now).save(force_insert=True)
@@ -232,7 +235,7 @@ def record(decided: DecisionRecord, *, now: datetime, victims: Sequence[Resident
 
 
 def record_all(decided: Iterable[DecisionRecord], *, now: datetime) -> None:
-    """Record decisions without an operation; skip those that repeat the last record of their model.
+    """Record decisions without an operation, except those that repeat the last record of their model.
 
     Two statements for any number of decisions.
     """
@@ -246,7 +249,7 @@ def record_all(decided: Iterable[DecisionRecord], *, now: datetime) -> None:
 
 
 def _is_new(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
-    """Return True unless the row repeats a wait or a refusal. A repeated scaling is a new decision."""
+    """Return True unless the row repeats a wait or a refusal; a repeated scaling counts as new."""
     return row.outcome == DecisionOutcome.SCALED or before != (row.outcome, row.reason)
 
 
@@ -281,7 +284,7 @@ def _build_eviction_record(decided: DecisionRecord, victim: Resident, now: datet
 
 
 def describe_eviction(model_name: str, victim: Resident) -> str:
-    """Return the reason for the eviction of a replica for a load of `model_name`."""
+    """Return why a replica is evicted for a load of `model_name`."""
     if victim.in_flight:
         return f"makes room for {model_name} when its requests have ended: its least time is over"
     return (
@@ -291,7 +294,7 @@ def describe_eviction(model_name: str, victim: Resident) -> str:
 
 
 def _repeats_last_record(decided: DecisionRecord, now: datetime) -> bool:
-    """Return True if the load's last record has the same outcome and reasons; update its figures then."""
+    """Return True if the load's last record has this outcome and these reasons; update its figures."""
     explanation = decided.explanation
     of_load = PlacementRecord.objects.filter(operation_id=decided.operation_id).order_by("-id")
     last = of_load.values("id", "kind", "outcome", "reason", "facts__refused").first()

@@ -35,8 +35,8 @@ from nodes.placement.memory import (
 from nodes.placement.ranking import ModelFacts, RankedFleet
 
 R = TypeVar("R")
-_MAX_DISTANCE = 2**30
-"""Maximum distance of two refreshes in transactions: 32-bit numbers compare within half of their range."""
+_MAX_XID_DISTANCE = 2**30
+"""Maximum number of transactions between two refreshes, because 32-bit numbers wrap around."""
 _NODE_COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
@@ -62,7 +62,7 @@ class _Replica(NamedTuple):
         return self.phase == Phase.SERVING
 
     def is_in_reading(self, read_at: datetime | None) -> bool:
-        """Return True if the node's memory reading includes this replica."""
+        """Return True if the node's memory reading, of time `read_at`, shows the memory of this replica."""
         return self.loaded_at is not None and read_at is not None and self.loaded_at <= read_at
 
     @property
@@ -73,7 +73,7 @@ class _Replica(NamedTuple):
 
 
 RESERVATION_COLUMNS = _Replica._fields[5:]
-"""Columns of a replica's row that are the arguments of `reservation`, in this order."""
+"""Columns of a replica that `reservation` takes, in the order of its arguments."""
 
 
 def reservation(
@@ -83,13 +83,13 @@ def reservation(
     loaded_at: datetime | None,
     gpus: Sequence[Mapping[str, Any]],
 ) -> Reservation:
-    """Return the reservation of a replica, from the columns `RESERVATION_COLUMNS` of its row."""
+    """Return the reservation of a replica, from the columns in `RESERVATION_COLUMNS`."""
     shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
     return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
 
 
 def effectively_free_bytes(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
-    """Return the bytes of the node that are neither used nor reserved (R1.51); `node` has its columns."""
+    """Return the bytes that are neither used nor reserved (R1.51); `node` has the node's columns."""
     ceiling: int = node["vram_budget_bytes"]
     available: int = node["available_vram"]
     if node["returned_beside"] is not None and node["returned_beside"] == node["vram_read_at"]:
@@ -101,24 +101,24 @@ def effectively_free_bytes(node: Mapping[str, Any], reservations: Sequence[Reser
 
 
 def max_free_bytes(node: Mapping[str, Any]) -> int:
-    """Return the bytes that the node can have free at most; 0 = not reported. `node` has its columns."""
+    """Return the bytes that are free on the node when nothing is loaded; 0 = not reported."""
     total: int = node["total_vram"]
     return min(total, node["vram_budget_bytes"] or total)
 
 
 def gpu_totals(node: Mapping[str, Any]) -> FreeByGpu:
-    """Return the total bytes of each GPU of the node; `node` has its columns."""
+    """Return the total bytes of each GPU of the node, by index."""
     return frozenset((gpu["index"], gpu["total_vram"]) for gpu in node["gpus"])
 
 
 def free_by_gpu(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> FreeByGpu:
-    """Return the bytes of each GPU that are neither used nor reserved; `node` has the node's columns."""
+    """Return the bytes of each GPU that are neither used nor reserved, by index."""
     reserved = reserved_on_gpus(node, reservations)
     return frozenset((gpu["index"], gpu["free_vram"] - reserved[gpu["index"]]) for gpu in node["gpus"])
 
 
 def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> dict[int, int]:
-    """Return, for each GPU, the reserved bytes that the node's last reading does not show."""
+    """Return the reserved bytes of each GPU that the node's last reading does not show, by index."""
     read_at = node["vram_read_at"] or NEVER
     return {
         gpu["index"]: unallocated_on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
@@ -131,7 +131,7 @@ def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation
 # A load records the files of its model at its end; until then the row of its replica holds their bytes. So
 # two loads never count on the same bytes of a quota: each adds its row under the node's lock. Replicas of one
 # model share its files.
-_READ_FILES = f"""
+_READ_FILES_SQL = f"""
 WITH files AS (
     SELECT node_id, model_name, max(size) AS size, max(staged) AS staged
       FROM (SELECT node_id, model_name, size, size AS staged FROM brought_models
@@ -151,7 +151,7 @@ SELECT node_id, NULL, sum(size)::bigint, 0 FROM files
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one model's files on a node: staged files, and the total with files of active loads."""
+    """Bytes of one model's files on a node: files on it (`staged`), and with active loads (`total`)."""
 
     staged: int
     total: int
@@ -159,7 +159,7 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class FileBytes:
-    """The bytes of models' files, by model and node, and of all models on nodes with a quota."""
+    """Bytes of the models' files by model and node, and of all models on nodes with a quota (`totals`)."""
 
     models: Mapping[str, Mapping[UUID, ModelBytes]]
     totals: Mapping[UUID, int]
@@ -169,7 +169,7 @@ class FileBytes:
         return {id: size.staged for id, size in self.models[model_name].items() if size.staged}
 
     def other_models_by_node(self, model_name: str, node_ids: Collection[UUID]) -> dict[UUID, int]:
-        """Return the bytes of all other models on each of these nodes that has a quota."""
+        """Return the bytes of other models' files on each of these nodes that has a quota."""
         own = self.models[model_name]
         return {
             id: self.totals[id] - (own[id].total if id in own else 0) for id in node_ids if id in self.totals
@@ -182,7 +182,7 @@ def read_file_bytes(model_names: Collection[str], node_ids: Collection[UUID] | N
     totals: dict[UUID, int] = {}
     parameters = {"models": list(models), "nodes": None if node_ids is None else list(node_ids)}
     with connection.cursor() as cursor:
-        cursor.execute(_READ_FILES, parameters)
+        cursor.execute(_READ_FILES_SQL, parameters)
         for node_id, name, size, staged in cursor.fetchall():
             if name is None:
                 totals[node_id] = size
@@ -192,7 +192,7 @@ def read_file_bytes(model_names: Collection[str], node_ids: Collection[UUID] | N
 
 
 class _TableCopy(Generic[R]):
-    """The rows of one table, by node."""
+    """Copy of one table's rows, by node."""
 
     def __init__(
         self, model: type[Model], node: str, columns: Sequence[str], row: Callable[[Iterable[Any]], R]
@@ -203,7 +203,7 @@ class _TableCopy(Generic[R]):
         self.by_node: dict[UUID, list[R]] = {}
 
     def read(self, node_ids: Collection[UUID] | None = None) -> set[UUID]:
-        """Read the rows of these nodes, None = all nodes, into an empty table; return the nodes' ids."""
+        """Read the rows of these nodes (None = all) into the empty copy; return the ids of the nodes."""
         queryset = self._queryset
         if node_ids is not None:
             queryset = queryset.filter(**{f"{self._node}__in": node_ids})
@@ -215,7 +215,7 @@ class _TableCopy(Generic[R]):
         return set(node_ids or ())
 
     def refresh(self, total: int, written: Collection[UUID] | None) -> set[UUID]:
-        """Read the nodes with written or missing rows; return their ids."""
+        """Read the rows of nodes with written or deleted rows again; return the ids of these nodes."""
         changed = self.read(written) if written else set()
         if self._count != total:
             counts = dict(self._queryset.values_list(self._node).annotate(Count("pk")))
@@ -225,7 +225,7 @@ class _TableCopy(Generic[R]):
 
 
 class _Rows:
-    """The rows that placement reads."""
+    """Copies of the rows that placement reads."""
 
     def __init__(self) -> None:
         self._nodes = _TableCopy(BackendNode, "id", _NODE_COLUMNS, tuple)
@@ -241,13 +241,13 @@ class _Rows:
         return [self.candidate(id) for id in self._nodes.by_node]
 
     def refresh(self, counts: Sequence[Any]) -> dict[UUID, Candidate | None]:
-        """Read written and deleted rows; return the changed nodes by id, None for a deleted node."""
+        """Read changed rows again. Return the changed nodes by id; None for a deleted node."""
         changed = self._nodes.refresh(*counts[:2]) | self._labels.refresh(*counts[2:4])
         changed |= self._replicas.refresh(*counts[4:])
         return {id: self.candidate(id) if id in self._nodes.by_node else None for id in changed}
 
     def candidate(self, id: UUID) -> Candidate:
-        """Return the node with all its labels, without facts that depend on a model."""
+        """Return the node as a candidate with all labels, without facts that depend on a model."""
         row = dict(zip(_NODE_COLUMNS, self._nodes.by_node[id][0], strict=True))
         replicas = self._replicas.by_node.get(id, ())
         for replica in replicas:
@@ -285,7 +285,7 @@ class _Rows:
         staged_bytes: Mapping[UUID, int],
         other_models_bytes: Mapping[UUID, int],
     ) -> ModelFacts:
-        """Return the facts about nodes that depend on the model; `conflicts` share a group with the model."""
+        """Return the facts about nodes that depend on the model; `conflicts` share a group with it."""
         occupied = {
             id: frozenset(replica.replica_index for replica in replicas if replica.occupies_slot)
             for id, replicas in self._replicas_of_models([model_name])
@@ -317,7 +317,7 @@ def read_fleet(
     excluded_nodes: Collection[UUID] = (),
     conflicts: Collection[str] = (),
 ) -> list[Candidate]:
-    """Read the nodes as candidates of a placement, with the labels that `selector` tests. Four queries.
+    """Read the nodes as candidates for a replica, with the labels that `selector` tests. Four queries.
 
     `allowed_nodes=None` allows all nodes. `conflicts` are the models that share a concurrency group with the
     model.
@@ -335,14 +335,17 @@ def read_fleet(
 
 
 class FleetQuestion(NamedTuple):
-    """A model for which the nodes are read, and the models that share a concurrency group with it."""
+    """A model to place, with the models that share a concurrency group with it."""
 
     model_name: str
     conflicts: Collection[str]
 
 
 def read_fleets(questions: Sequence[FleetQuestion]) -> list[list[Candidate]]:
-    """Read the nodes once per question, with all labels. Four queries for any number of questions."""
+    """Read the nodes as candidates for each question, with all labels.
+
+    Four queries for any number of questions.
+    """
     rows = _Rows()
     files = read_file_bytes([question.model_name for question in questions])
     nodes = [
@@ -359,18 +362,17 @@ def read_fleets(questions: Sequence[FleetQuestion]) -> list[list[Candidate]]:
 
 
 class _Watermark(NamedTuple):
-    """State of the database when a refresh began: all transactions before `xid` had ended."""
+    """The state of the database when a refresh began: all transactions before `xid` had ended."""
 
     xid: int
     server: str
     counts: Sequence[Any]
-    """Six values: for nodes, labels and replicas the number of rows, and the ids of the nodes whose rows were
-    written since the previous refresh.
-    """
+    """For nodes, labels and replicas: the number of rows, and the ids of the nodes whose rows were written
+    since the previous refresh."""
 
     def follows(self, previous: "_Watermark") -> bool:
-        """Return True if both watermarks are of one running server and at most `_MAX_DISTANCE` apart."""
-        return previous.server == self.server and 0 <= self.xid - previous.xid < _MAX_DISTANCE
+        """Return True if both watermarks are of one running server and at most `_MAX_XID_DISTANCE` apart."""
+        return previous.server == self.server and 0 <= self.xid - previous.xid < _MAX_XID_DISTANCE
 
 
 def _changes_query(model: type[Model], node: str) -> str:
@@ -378,7 +380,7 @@ def _changes_query(model: type[Model], node: str) -> str:
     return f"(SELECT count(*), array_agg({node}) FILTER (WHERE {is_recent}) FROM {model._meta.db_table})"
 
 
-_READ_WATERMARK = f"""
+_READ_WATERMARK_SQL = f"""
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
        current_database() || pg_postmaster_start_time(), nodes.*, labels.*, replicas.*
   FROM {_changes_query(BackendNode, "id")} nodes, {_changes_query(NodeLabel, "node_id")} labels,
@@ -390,13 +392,13 @@ def _read_watermark(previous: _Watermark | None) -> _Watermark:
     # `xmin` has the low 32 bits of the transaction number.
     since = previous.xid % 2**32 if previous is not None else 0
     with connection.cursor() as cursor:
-        cursor.execute(_READ_WATERMARK, [since] * 3)
+        cursor.execute(_READ_WATERMARK_SQL, [since] * 3)
         xid, server, *counts = cursor.fetchone()
     return _Watermark(xid, server, counts)
 
 
 class FleetCache:
-    """The fleet as of the last refresh. Thread-safe."""
+    """The nodes and replicas as of the last refresh. Thread-safe."""
 
     def __init__(self) -> None:
         # Held while rows are read, so that the refreshes of this process run one after the other.
@@ -414,7 +416,7 @@ class FleetCache:
         excluded_nodes: Collection[UUID] = (),
         conflicts: Collection[str] = (),
     ) -> tuple[FleetView, Decision]:
-        """Return the decision and `view` with the nodes that `read_fleet` would return."""
+        """Return the decision on these nodes, and `view` with the nodes that `read_fleet` would return."""
         if connection.in_atomic_block:  # rows that may be rolled back must not enter the cache
             nodes: Sequence[Candidate] = read_fleet(
                 model_name,

@@ -28,9 +28,9 @@ from nodes.scheduling.snapshot import (
     Unsatisfiable,
 )
 
-_REPLICA = tuple(field.name for field in fields(FleetReplica) if field.name != "model")
-_replica_values = attrgetter(*_REPLICA)
-_RULE = tuple(field.name for field in fields(DesiredState) if field.name not in ("selector", "model"))
+_REPLICA_FIELDS = tuple(field.name for field in fields(FleetReplica) if field.name != "model")
+_replica_values = attrgetter(*_REPLICA_FIELDS)
+_RULE_FIELDS = tuple(field.name for field in fields(DesiredState) if field.name not in ("selector", "model"))
 
 
 def record_decisions(
@@ -41,7 +41,7 @@ def record_decisions(
     *,
     tick: bool,
 ) -> SnapshotRef | None:
-    """Record the decisions that change anything. A constant number of statements."""
+    """Record those decisions that change something. A constant number of statements."""
     new = [decision for decision in decisions if outcome(decision) is not None]
     if not new:
         return None
@@ -57,7 +57,7 @@ def record_refusals(
     snapshot: SnapshotRef | None,
     now: datetime,
 ) -> None:
-    """Record each decision whose result is a refusal, with its reason."""
+    """Record each decision of which an action was refused, with the reason."""
     refused = [pair for pair in zip(decisions, results, strict=True) if pair[0] is not pair[1]]
     if refused:
         records = (
@@ -68,7 +68,7 @@ def record_refusals(
 
 
 def outcome(decision: RuleDecision) -> DecisionOutcome | None:
-    """Return the outcome of the decision; None if it changes nothing."""
+    """Return the outcome of the decision as records name it; None if it changes nothing."""
     actions = [
         action for action in decision.actions if not isinstance(action, ClearUnsatisfiable | EndPressure)
     ]
@@ -113,7 +113,7 @@ def encode_rules(
 def _rule_facts(fleet: Fleet, model: str, rule: DesiredState) -> dict[str, Any]:
     failure = fleet.failures.get(model)
     return {
-        "demand": tuple((name, getattr(rule, name)) for name in _RULE),
+        "demand": tuple((name, getattr(rule, name)) for name in _RULE_FIELDS),
         "selector": None if rule.selector is None else tuple(sorted(rule.selector.items())),
         "loads": fleet.loads.get(model, 0),
         "waiting": fleet.waiting.get(model, 0),
@@ -128,7 +128,7 @@ def _rule_facts(fleet: Fleet, model: str, rule: DesiredState) -> dict[str, Any]:
 
 
 def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime, bool] | None:
-    """Decode the input of `plan` for the rule of one model; None if the state has no such rule."""
+    """Decode the input of the pass for one model's rule; None if the state has no such rule."""
     facts = state.get(f"rule/{model}")
     if not facts:
         return None
@@ -140,7 +140,7 @@ def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime
             for id, (name, slots) in state.get("hosts", {}).items()
         ],
         "replicas": [
-            {"model": model, **dict(zip(_REPLICA, row, strict=False))}
+            {"model": model, **dict(zip(_REPLICA_FIELDS, row, strict=False))}
             for row in state.get(f"replicas/{model}", {}).values()
         ],
         "failures": {model: dict(zip(("at", "error"), failure, strict=True))} if failure else {},

@@ -20,19 +20,19 @@ from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import TEMPLATES, Definition, UnusableDefinition, load_document
 
 PARALLEL_OPTIONS = ("parallel", "n_parallel")
-"""Names of the entry of `options` that sets the number of parallel requests of an engine."""
+"""Names under which an entry of `options` sets the number of parallel requests of an engine."""
 MAX_OPTIONS = 200
 MAX_OPTION_LENGTH = 4096
 MAX_TEMPLATE_LENGTH = 65_536
 MAX_EDITED_LENGTH = 65_536
-"""Maximum bytes of a text whose comments an edit preserves."""
+"""Maximum bytes of a text whose comments are preserved by an edit."""
 FORM = ("context_size", "parallel", "gpu_layers", "template", "options", "max_tokens")
-"""The settings of the form."""
+"""The settings that the form has."""
 Document = dict[str, Any]
 
 
 def form_of(definition: Definition) -> dict[str, Any]:
-    """Return the values of the form; None for a setting that the definition does not state."""
+    """Return the definition's values in the form; None for a setting that it does not state."""
     options, own = definition.options, []
     parallel = None
     for entry in options.get("Options", ()):
@@ -53,24 +53,24 @@ def form_of(definition: Definition) -> dict[str, Any]:
 
 
 _ALL_LAYERS = 99_999_999
-"""The number of layers of a definition that states none (`files.py`)."""
+"""Number of layers on the GPU in a definition that states none (`files.py`)."""
 
 
 def apply_changes(text: str, changes: Mapping[str, Any]) -> str:
-    """Return the text with these values of the form; None removes a setting. Raise InvalidInput."""
+    """Return the text with these values from the form; None removes a setting. Raise InvalidInput."""
     for name, value in changes.items():
         _check_change(name, value)
     return _edit_text(text, lambda document: _change(document, changes))
 
 
 def rename(text: str, name: str) -> str:
-    """Return the text with another `name`. Raise InvalidInput."""
+    """Return the text with another model name. Raise InvalidInput."""
     names.check_text(name, "name")
     return _edit_text(text, lambda document: document.__setitem__("name", _scalar(name)))
 
 
 def merge(text: str, settings: Mapping[str, Any]) -> str:
-    """Return the text with these settings instead of its own; sections are merged. Raise InvalidInput."""
+    """Return the text with these settings in place of its own; sections are merged. Raise InvalidInput."""
 
     def change(document: Document) -> None:
         for key, value in settings.items():
@@ -108,7 +108,7 @@ def _check_change(name: str, value: Any) -> None:
 
 
 def _check_encodable(name: str, text: str) -> None:
-    """Raise InvalidInput for half of a surrogate pair: JSON can state one, a stored text cannot."""
+    """Raise InvalidInput for half of a surrogate pair: JSON can contain one, a stored text cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -120,7 +120,7 @@ def _invalid(name: str, complaint: str) -> InvalidInput:
 
 
 def _change(document: Document, changes: Mapping[str, Any]) -> None:
-    """Write the changes into the document; a stated setting is changed in place."""
+    """Write the changes into the document; a setting that it has is changed in place."""
     parameters = document.setdefault("parameters", {})
     if not isinstance(parameters, dict):
         raise _invalid("parameters", "is not a mapping in the text")
@@ -148,7 +148,7 @@ def _set(section: Document, name: str, value: Any) -> None:
 
 
 def _set_template(document: Document, template: str) -> None:
-    """Set the Jinja template for chats; an empty template selects the model's own."""
+    """Set the Jinja template for chats; an empty one stands for the model's own."""
     section = document.get("template")
     section = section if isinstance(section, dict) else {}
     for name in (*TEMPLATES, "jinja_template", "use_tokenizer_template"):
@@ -183,7 +183,7 @@ def _set_options(section: Document, changes: Mapping[str, Any]) -> None:
 
 
 def _scalar(value: Any) -> Any:
-    """Return the value in a form that both versions of YAML read as the same type."""
+    """Return the value in a form that YAML 1.1 and 1.2 read as the same type."""
     if isinstance(value, list):
         return [_scalar(entry) for entry in value]
     if isinstance(value, Mapping):
@@ -192,18 +192,18 @@ def _scalar(value: Any) -> Any:
         return value
     if "\n" in value and all(character.isprintable() or character == "\n" for character in value):
         return LiteralScalarString(value)
-    tag = _RESOLVER.resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]
+    tag = _YAML_RESOLVER.resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]
     return value if tag == _TEXT_TAG else DoubleQuotedScalarString(value)
 
 
-_RESOLVER = yaml.resolver.Resolver()
-"""Resolves the type of an unquoted value by YAML 1.1: text, number, date or boolean."""
+_YAML_RESOLVER = yaml.resolver.Resolver()
+"""Resolver that finds the type of an unquoted value by YAML 1.1: text, number, date or boolean."""
 _TEXT_TAG = "tag:yaml.org,2002:str"
 """YAML's tag of a text."""
 
 
 def _edit_text(text: str, change: Any) -> str:
-    """Return the text after `change` of its document; raise InvalidInput for a text that is not a mapping."""
+    """Return the text after `change` has edited its document; raise InvalidInput unless it is a mapping."""
     try:
         document = load_document(text.encode())
     except (UnusableDefinition, UnicodeEncodeError) as error:
@@ -216,10 +216,10 @@ def _edit_text(text: str, change: Any) -> str:
     kept = _edit_in_place(text, change) if len(text.encode()) <= MAX_EDITED_LENGTH else None
     if kept is not None and _is_document(kept, wanted):
         return kept
-    return str(yaml.dump(wanted, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=110))
+    return str(yaml.dump(wanted, Dumper=_YAML_DUMPER, sort_keys=False, allow_unicode=True, width=110))
 
 
-_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
+_YAML_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
 def _edit_in_place(text: str, change: Any) -> str | None:
@@ -250,7 +250,7 @@ def _is_document(text: str, wanted: Document) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with strings of type `str` instead of the library's subclasses."""
+    """Return the value with plain strings in place of the library's subclasses of `str`."""
     if isinstance(value, dict):
         return {_plain(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -21,7 +21,7 @@ USE_CASES = (
     *("sound_generation", "tokenize", "vad", "video", "detection", "vision", "diarization"),
     *("audio_transform", "realtime_audio", "face_recognition", "speaker_recognition"),
 )
-"""The use cases that `known_usecases` of a definition may contain."""
+"""The values that `known_usecases` of a definition may contain."""
 _TEXT_USE_CASES = ("chat", "completion", "tokenize")
 _USE_CASE_GROUPS: Mapping[str, tuple[str, ...]] = {"llm": ("chat", "completion", "edit"), "any": ()}
 _USE_CASES_BY_ENGINE: Mapping[str, tuple[str, ...]] = {
@@ -33,14 +33,14 @@ _USE_CASES_BY_ENGINE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("rfdetr",), ("detection",)),
     **dict.fromkeys(("sentencetransformers", "minilm"), ("embeddings",)),
 }
-"""By part of an engine's name: the use cases of an engine that does not generate text."""
+"""Use cases of an engine that does not generate text, by a part of its name."""
 
 
 Names = tuple[str, ...]
 
 
 def parse_use_cases(stated: object, backend: str, options: Mapping[str, Any]) -> tuple[Names, Names]:
-    """Return the use cases of a definition, and warnings about unknown use cases in `stated`.
+    """Return the use cases of a definition, and warnings about unknown ones in `stated`.
 
     `stated` is the definition's `known_usecases`: names with or without `FLAG_`, in upper or lower case.
     """
@@ -58,7 +58,10 @@ def parse_use_cases(stated: object, backend: str, options: Mapping[str, Any]) ->
 
 
 def engine_use_cases(backend: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the use cases of an engine with these load options; an unknown engine generates text."""
+    """Return the use cases of an engine with these load options.
+
+    An unknown engine counts as generating text.
+    """
     if options.get("Embeddings"):
         return ("embeddings",)
     if options.get("Reranking"):
@@ -71,7 +74,7 @@ def engine_use_cases(backend: str, options: Mapping[str, Any]) -> tuple[str, ...
 
 
 def to_flags(cases: tuple[str, ...]) -> list[str]:
-    """Return the use cases as flags of LocalAI, such as `FLAG_CHAT`."""
+    """Return the use cases as LocalAI's flags, such as `FLAG_CHAT`."""
     return [f"FLAG_{case.upper()}" for case in cases]
 
 
@@ -98,7 +101,7 @@ class GenerationDefaults:
     """The prompt template, stop words and sampling defaults of one definition."""
 
     defaults: Mapping[str, float | int] = field(default_factory=dict)
-    """Sampling values for fields that a request omits, by the names of `parameters`."""
+    """Sampling values that apply if a request omits them, by the names of `parameters`."""
     stop: tuple[str, ...] = ()
     template: str = ""
     """A Jinja template for chats. If empty, the engine uses the model's own."""
@@ -108,7 +111,7 @@ class GenerationDefaults:
 
 
 NO_DEFAULTS = GenerationDefaults()
-"""The defaults of a definition without a template, stop words or sampling values."""
+"""Defaults of a definition that has no template, stop words or sampling values."""
 
 
 def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> GenerationDefaults:
@@ -168,12 +171,17 @@ def _is_text(value: object) -> bool:
 
 
 DOWNLOAD_ON = ("control-plane", "worker")
-"""Values of `download_on`."""
+"""Values of the setting `download_on`: who downloads the model's files."""
 MAX_FILE_BYTES = 256 * 1024
 MAX_NAME = 255
 
 # The reference's defaults for settings that the file omits (`contract/grpc.md`), without its random seed.
-_DEFAULTS: dict[str, Any] = {"NBatch": 512, "MMap": True, "NGPULayers": 99999999, "FlashAttention": "auto"}
+_DEFAULT_OPTIONS: dict[str, Any] = {
+    "NBatch": 512,
+    "MMap": True,
+    "NGPULayers": 99999999,
+    "FlashAttention": "auto",
+}
 
 # Key in the file -> field of ModelOptions and its type.
 FIELDS: dict[str, tuple[str, type]] = {
@@ -228,11 +236,11 @@ SECTION_FIELDS: dict[tuple[str, str], str] = {
     ("diffusers", "clip_model"): "CLIPModel",
     ("tts", "audio_path"): "AudioPath",
 }
-"""Text options in a section of the file: (section, key) -> field of ModelOptions."""
+"""Text options that stand in a section of the file: (section, key) -> field of ModelOptions."""
 
 
 class UnusableDefinition(ValueError):
-    """The text is not a model definition; the error text is the reason.
+    """The text cannot be used as a model definition; the error's text is the reason.
 
     `name` is the model that an unusable text means to define, and `former` the model that its file has
     defined before in this process; "" = unknown. Line and column count from 1; 0 = unknown.
@@ -244,14 +252,14 @@ class UnusableDefinition(ValueError):
 
 @dataclass(frozen=True)
 class Definition:
-    """One model as its file or row defines it."""
+    """A model as its file or stored row defines it."""
 
     name: str
     backend: str
     model: str
     """`parameters.model`: the file or repository that the engine loads."""
     source: str
-    """The name of the definition's file; for a row `rows.SOURCE_PREFIX` and the row's name."""
+    """Name of the definition's file; of a row `rows.SOURCE_PREFIX` and the row's name."""
     options: Mapping[str, Any]
     """Load options under the names of `ModelOptions`."""
     revision: str
@@ -266,27 +274,27 @@ class Definition:
     use_cases: tuple[str, ...] = ()
     """The model's use cases (`USE_CASES`); not part of the revision."""
     takes_token_ids: bool = False
-    """`token_ids`: clients send the model's own token ids for embeddings; not part of the revision."""
+    """`token_ids`: clients may send token ids instead of texts for embeddings; not part of the revision."""
     vram: int = 0
     """`vram_needed`: the bytes of VRAM that a replica needs; 0 = estimated. Not part of the revision."""
     disabled: bool = False
-    """`disabled`: never loaded, not even while its file is unreadable. Not part of the revision."""
+    """`disabled`: never loaded, not even while the file is unreadable. Not part of the revision."""
     download_on: str = ""
-    """`download_on`: the side that downloads the files; "" = by the setting. Not part of the revision."""
+    """`download_on`: who downloads the model's files; "" = as the setting says. Not part of the revision."""
     auto_layers: bool = False
-    """`gpu_layers: auto`: fewer layers go to the GPU if not all fit. Not part of the revision."""
+    """`gpu_layers: auto`: if not all layers fit on the GPU, fewer are put there. Not part of the revision."""
     files: RecordedFiles = field(default_factory=dict, compare=False)
-    """The files that an import has recorded for a row; not part of the revision."""
+    """The files that an import has recorded for a stored definition; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Time of the last change of the file or row in seconds since 1970; not part of the revision."""
 
     def conflicts_with(self, other: "Definition") -> bool:
-        """Return True if the two models differ and share a concurrency group."""
+        """Return True if `other` is a different model that shares a concurrency group with this one."""
         return self.name != other.name and not self.groups.isdisjoint(other.groups)
 
 
 def parse_definition(document: object, source: str) -> Definition:
-    """Check one parsed file; raise UnusableDefinition."""
+    """Check the document of one definition and return the definition; raise UnusableDefinition."""
     if not isinstance(document, Mapping):
         raise UnusableDefinition("is not a mapping of settings")
     parameters = document.get("parameters")
@@ -299,7 +307,7 @@ def parse_definition(document: object, source: str) -> Definition:
     settings = {**parameters, **document}
     if auto_layers := settings.get("gpu_layers") == "auto":
         del settings["gpu_layers"]
-    options = {**_DEFAULTS, "Model": model, **_options_of(settings)}
+    options = {**_DEFAULT_OPTIONS, "Model": model, **_options_of(settings)}
     cases, warnings = parse_use_cases(document.get("known_usecases"), backend, options)
     generation = parse_generation(document, parameters)
     return Definition(
@@ -327,18 +335,18 @@ def _download_on(document: Mapping[Any, Any]) -> str:
     return str(value or "")
 
 
-_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmgt])(i?)b", re.ASCII | re.IGNORECASE)
+_SIZE_PATTERN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmgt])(i?)b", re.ASCII | re.IGNORECASE)
 
 
 def stated_bytes(document: Mapping[Any, Any], key: str) -> int:
-    """Return a size in bytes; 0 if the key is absent.
+    """Return the size in bytes under `key`; 0 if the key is absent.
 
     The value is a whole number, or a number with a unit: kB to TB or KiB to TiB.
     """
     value = document.get(key)
     if value is None:
         return 0
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+    if isinstance(value, str) and (match := _SIZE_PATTERN.fullmatch(value.strip())):
         base = 1024 if match[3] else 1000
         value = int(float(match[1]) * base ** ("kmgt".index(match[2].lower()) + 1))
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**60:
@@ -368,7 +376,7 @@ def _read_text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
 
 
 def _check_paths(name: str, backend: str) -> None:
-    """Raise UnusableDefinition for names that lead out of the folder that a worker creates for them.
+    """Raise UnusableDefinition for names that lead out of the folders which a worker creates for them.
 
     A model's name may contain `/`, as in `org/model`. An engine's name is one folder of any gallery.
     """
@@ -431,7 +439,7 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 
 
 def read_definition(path: Path) -> Definition:
-    """Read and check one file. Raise only UnusableDefinition, whatever the problem is."""
+    """Read and check one file. Whatever is wrong, only UnusableDefinition is raised."""
     return parse_file(read_content(path), path.name)
 
 
@@ -458,17 +466,17 @@ def load_document(content: bytes) -> Any:
         raise unusable from error
 
 
-_NAME_LINE = re.compile(rb"""^name:[ \t]*["']?([^"'#\r\n]+)""", re.MULTILINE)
+_NAME_LINE_PATTERN = re.compile(rb"""^name:[ \t]*["']?([^"'#\r\n]+)""", re.MULTILINE)
 
 
 def _intended_name(content: bytes) -> str:
-    """Return the name that a line of an unusable text states; "" if no line states a name."""
-    match = _NAME_LINE.search(content)
+    """Return the model's name on the name line of an unusable text; "" if there is no such line."""
+    match = _NAME_LINE_PATTERN.search(content)
     return match[1].decode("utf-8", "replace").strip()[:MAX_NAME] if match else ""
 
 
 def parse_file(content: bytes, source: str) -> Definition:
-    """Check the content of one file or row. Raise only UnusableDefinition, whatever the problem is.
+    """Check the content of one file or row. Whatever is wrong, only UnusableDefinition is raised.
 
     Unexpected exceptions also count as an error of this text, because all other models must keep working.
     """

@@ -1,11 +1,12 @@
 """The definitions of models by name: the files of the models folder, and rows of the database.
 
-A file wins over a row of the same name; one that becomes unusable still does, so that a slip in a file does
-not bring another definition into force; one that never was usable wins by the name that it states. A disabled
-row defines nothing. The folder is scanned at most once per second, and only files with a new size or time are
-read again; rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a known name
-waits for that NOTIFY's read only, not for the regular one. An unusable file or row is logged once with its
-reason and stays in `problems` until it is removed or repaired. It does not affect the others.
+A file wins over a row of the same name. A file that becomes unusable still wins, so that a slip in it does
+not bring another definition into force; a file that never was usable wins by the name that it states. A
+disabled row defines nothing. The folder is scanned at most once per second, and only files with a new size or
+time are read again. Rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a
+known name waits for the read after a NOTIFY, but not for the regular polls. An unusable file or row is logged
+once with its reason and stays in `problems` until it is removed or repaired. It does not affect other
+definitions.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
 blocks neither the event loop nor the process. Definitions that were read before stay in use. Every other
@@ -44,13 +45,13 @@ logger = logging.getLogger(__name__)
 POLL_EVERY = 1.0
 """Seconds between two polls of the folder, and of the rows."""
 MISS_POLL_EVERY = 0.05
-"""Seconds between two scans for unknown names; each such lookup waits for a scan that begins later."""
+"""Seconds between two scans because of unknown names. Each such lookup waits for a scan that begins later."""
 SIZE_POLL_EVERY = 10.0
 """Seconds between two measurements of the files of all models."""
 POLL_LIMIT = 5.0
-"""Seconds that requests wait for one poll; then the folder or the database counts as unresponsive."""
+"""Seconds after which a poll that has not ended makes the folder or the database count as unresponsive."""
 MAX_FILES = 4096
-_SUFFIXES = (".yaml", ".yml")
+_FILE_SUFFIXES = (".yaml", ".yml")
 
 _Stamp = tuple[int, int, int]
 _Files = dict[str, tuple[_Stamp, Definition | UnusableDefinition]]
@@ -63,7 +64,7 @@ class FolderUnresponsive(Unavailable):
 
 @dataclass(frozen=True)
 class Problems:
-    """Displayable reasons why the folder, files by name, or rows by `Definition.source` are unusable."""
+    """Why the folder, files by name, and rows by `Definition.source` are unusable, as displayable texts."""
 
     folder: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -73,10 +74,7 @@ class Problems:
 
 
 class _Poll:
-    """Run a function that may hang, on its own thread and one call at a time.
-
-    The function must not raise.
-    """
+    """A function that may hang, run on its own thread, one call at a time. The function must not raise."""
 
     def __init__(self, read: Callable[[], None], monotonic: Callable[[], float], limit: float) -> None:
         self._read, self._monotonic, self._limit = read, monotonic, limit
@@ -88,12 +86,12 @@ class _Poll:
         """Number of announced changes, and how many of them the last call has read."""
 
     def announce_change(self) -> None:
-        """Make the next `wait` call the function. A call that has already begun does not count."""
+        """Make the next `wait` call the function, even if a call has already begun."""
         with self._lock:
             self._changes += 1
 
     def begin(self, interval: float) -> "Future[None] | None":
-        """Return the running call or a new call; None if the last call is recent enough."""
+        """Return the running call or begin a new one; None if the last call is recent enough."""
         with self._lock:
             now = self._monotonic()
             if now - self._read_at < interval and self._changes_read == self._changes:
@@ -104,14 +102,14 @@ class _Poll:
             return self._call
 
     async def request_call(self, interval: float) -> None:
-        """Make the next `wait` call the function `interval` seconds after the last call; callers share it."""
+        """Make the next `wait` call the function `interval` seconds after its last call; callers share it."""
         latest = self._began_at
         await asyncio.sleep(max(latest + interval - self._monotonic(), 0))
         if self._began_at == latest:
             self.announce_change()
 
     def has_changes(self) -> bool:
-        """Return True if no call has begun since the last announced change."""
+        """Return True if a change was announced and no call has begun since."""
         with self._lock:
             return self._changes_read != self._changes
 
@@ -121,11 +119,11 @@ class _Poll:
             return self._call is not None and self._monotonic() - self._began_at > self._limit
 
     async def wait(self, interval: float) -> bool:
-        """Call the function unless the last call is recent; return False if the call exceeds its limit."""
+        """Call the function unless its last call is recent; return False if the call takes too long."""
         return await self.finish(self.begin(interval))
 
     async def finish(self, call: "Future[None] | None") -> bool:
-        """Wait for the call, and for another call if a change was announced after its beginning."""
+        """Wait for the call and, if a change was announced after it had begun, for another call."""
         changes = self._changes
         while call is not None:
             limit = max(self._began_at + self._limit - self._monotonic(), 0)
@@ -142,7 +140,7 @@ class _Poll:
 
 
 class Folder:
-    """All definitions; without `read_rows` only definitions in files. Thread-safe, for any event loop."""
+    """All definitions, of files and (with `read_rows`) of rows. Thread-safe, for any event loop."""
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class Folder:
         self._hangs = self._rows_hang = False
 
     async def find(self, name: str) -> Definition | None:
-        """Return the definition that clients request as `name`, or None.
+        """Return the model's definition, or None if it is not defined.
 
         Raises FolderUnresponsive when the name is unknown and the folder or the database does not respond.
         """
@@ -191,7 +189,7 @@ class Folder:
         return sorted((await self._current(interval)).values(), key=lambda definition: definition.name)
 
     async def stored_rows(self) -> "list[MergedRow]":
-        """Return all rows, including disabled and unusable ones; none before the rows were first read."""
+        """Return all stored rows, also disabled and unusable ones; none before they were first read."""
         await self._current()
         with self._lock:
             return [
@@ -200,7 +198,7 @@ class Folder:
             ]
 
     async def file_of(self, name: str) -> str:
-        """Return the file that defines the model, or did before the file became unusable; "" without one."""
+        """Return the file that defines the model, also if it has become unusable; "" if none does."""
         await self._current()
         return self._file_names.get(name, "")
 
@@ -214,7 +212,7 @@ class Folder:
             return contents + [row.content for row in (self._rows or {}).values()]
 
     async def unusable_files(self) -> dict[str, UnusableDefinition]:
-        """Return the errors of files that are not definitions, by displayable file name."""
+        """Return the errors of unusable files, by their displayable names."""
         await self._current()
         return {
             _displayable_name(name): content
@@ -241,7 +239,7 @@ class Folder:
             return None
 
     def rows_changed(self) -> None:
-        """Make the next lookup read the rows. Called after a NOTIFY, and by the process that has written."""
+        """Make the next lookup read the rows, because one of them has changed."""
         self._row_polls.announce_change()
 
     async def file_lists(self, definitions: Sequence[Definition]) -> list[list[tuple[str, int]]]:
@@ -255,7 +253,7 @@ class Folder:
         return [[] for _ in definitions]
 
     async def total_sizes(self, definitions: Sequence[Definition]) -> list[int]:
-        """Return the bytes of the files of each model, a few seconds old; 0 if they cannot be read."""
+        """Return the bytes of all files of each model, a few seconds old; 0 if they cannot be read."""
         is_new = any(definition.name not in self._total_sizes for definition in definitions)
         await self._size_polls.wait(POLL_EVERY if is_new else SIZE_POLL_EVERY)
         return [self._total_sizes.get(definition.name, 0) for definition in definitions]
@@ -419,7 +417,7 @@ class Folder:
         """Return a stamp for each definition file, and the folder's problem ("" if none)."""
         try:
             with os.scandir(self.path) as entries:
-                listed = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
+                listed = sorted(entry.name for entry in entries if entry.name.endswith(_FILE_SUFFIXES))
         except OSError as error:
             return {}, _make_displayable(f"cannot be listed: {error.strerror}")
         problem = ""
@@ -455,7 +453,7 @@ def _is_unusable(content: Definition | UnusableDefinition) -> bool:
 
 
 def _stat_file(path: Path) -> os.stat_result | None:
-    """Return the file's status, or the link's for a broken link; None if the file has been removed."""
+    """Return the file's status (of a broken link the link's own); None if the file has been removed."""
     for stat in (path.stat, path.lstat):
         with suppress(OSError):
             return stat()
@@ -477,12 +475,12 @@ def _index_definitions(files: _Files) -> tuple[dict[str, Definition], dict[str, 
 
 
 def _make_displayable(text: str) -> str:
-    """Return the text in a displayable form for pages and logs."""
+    """Return the text in a form that pages and logs can display."""
     return names.to_single_line(text[:1000])
 
 
 def _displayable_name(name: str) -> str:
-    """Return a displayable form of a file's name; different names, even undecodable ones, stay different."""
+    """Return a displayable form of a file's name. Different names, even undecodable ones, stay different."""
     return "".join(
         "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
         if character == "\\" or names.find_unprintable(character)

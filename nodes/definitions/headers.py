@@ -20,7 +20,7 @@ from localai_cluster.kit import untrusted
 
 
 class UnreadableHeader(ValueError):
-    """The file is truncated or has an impossible value; the text is the reason."""
+    """The file is truncated or has an impossible value; the error's text is the reason."""
 
 
 Figure = int | tuple[int, ...]
@@ -37,41 +37,43 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """The header of a model's file: its tensors, and its figures by their keys without the architecture.
+    """The header of a model's file: its tensors, and its figures by key (without the architecture).
 
     Compared by identity, because it is large.
     """
 
     architecture: str = ""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Whole numbers, and lists with one number per layer; for a longer list its length."""
+    """Whole numbers, and lists with one number per layer. A longer list is replaced by its length."""
     tensors: tuple[Tensor, ...] = ()
     is_cut: bool = False
-    """True if the header has only the values at the beginning of the file."""
+    """True if the header has only values from the beginning of the file."""
 
 
 MAX_TEXTS = 2_000_000
-"""Maximum texts in all lists of a header; the largest vocabularies with merges have a quarter of it."""
+"""Maximum number of texts in all lists; the largest vocabularies with merges have a quarter of it."""
 MAX_KEYS = 10_000
 MAX_TENSORS = 10_000
 MAX_KEY_LENGTH = 256
 MAX_FIGURE = 2**32
 MAX_LIST_LENGTH = 4096
-"""Maximum figures of a list, one per layer; a longer list is replaced by its length."""
+"""Maximum number of figures in a list with one per layer; a longer list is replaced by its length."""
 MAX_FIGURES = 100_000
-"""Maximum figures in all lists of a header."""
+"""Maximum number of figures in all lists of a header."""
 MAX_CONFIG_BYTES = 1024 * 1024
 MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 7: "?", 10: "Q", 11: "q"}
-_WIDTHS = {code: struct.calcsize("<" + text) for code, text in _INTEGERS.items()} | {6: 4, 12: 8}
-_TEXT, _LIST = 8, 9
+_GGUF_VERSIONS = (2, 3)
+_FORMAT_BY_INTEGER_TYPE = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 7: "?", 10: "Q", 11: "q"}
+_WIDTH_BY_INTEGER_TYPE = {
+    code: struct.calcsize("<" + text) for code, text in _FORMAT_BY_INTEGER_TYPE.items()
+} | {6: 4, 12: 8}
+_TEXT_TYPE, _LIST_TYPE = 8, 9
 _READ_BYTES = 1024 * 1024
-_ALIGNMENT = 32
+_DEFAULT_ALIGNMENT = 32
 
 
 def read_header(path: Path) -> Header | None:
-    """Read the header of a GGUF file; return None for another file. Raises OSError and UnreadableHeader."""
+    """Read the header of a GGUF file; None if it is no GGUF file. Raises OSError and UnreadableHeader."""
     with untrusted.open_file(path) as file:
         return _read_gguf(file, os.fstat(file.fileno()).st_size)
 
@@ -100,11 +102,11 @@ def _read_gguf(file: BinaryIO, size: int) -> Header | None:
 
 
 class _EndsEarly(UnreadableHeader):
-    """The content ends inside a value."""
+    """The content ends within a value."""
 
 
 def _header_of(values: Mapping[str, Figure | str]) -> Header:
-    """Build a header from these values, without tensors."""
+    """Return the header with these values, without tensors."""
     architecture = values.get("general.architecture")
     prefix = f"{architecture}."
     figures = {key.removeprefix(prefix): value for key, value in values.items() if not isinstance(value, str)}
@@ -126,7 +128,7 @@ class _GgufReader:
         return replace(header, tensors=self._tensors(tensors, header.figures.get("general.alignment")))
 
     def figures(self) -> Header:
-        """Return the header without tensors, with all values that are complete in the content."""
+        """Read the values that are complete in the content; return the header without tensors."""
         values: dict[str, Figure | str] = {}
         _, pairs = self._counts()
         is_cut = True
@@ -137,7 +139,7 @@ class _GgufReader:
 
     def _counts(self) -> tuple[int, int]:
         """Read the number of tensors and the number of values."""
-        if self._integer(4) not in _VERSIONS:
+        if self._integer(4) not in _GGUF_VERSIONS:
             raise UnreadableHeader("it has an unknown version")
         tensors, pairs = self._integer(10), self._integer(10)
         if tensors > MAX_TENSORS or pairs > MAX_KEYS:
@@ -145,14 +147,14 @@ class _GgufReader:
         return tensors, pairs
 
     def _add_values(self, pairs: int, values: dict[str, Figure | str]) -> None:
-        """Add the values of the used keys; the first value of a repeated key counts."""
+        """Add the values of those keys that are used. Of a repeated key the first value counts."""
         for _ in range(pairs):
             key, value = self._name(), self._value(self._integer(4))
             if value is not None:
                 values.setdefault(key, value)
 
     def _tensors(self, count: int, alignment: Figure | None) -> tuple[Tensor, ...]:
-        """Read the tensors. A tensor ends where the next begins, so unknown types are no problem.
+        """Read the tensors. A tensor ends where the next one begins, so unknown types are no problem.
 
         If several tensors have one offset, the first gets the bytes, so the sum never exceeds the file's
         size.
@@ -164,7 +166,7 @@ class _GgufReader:
                 raise UnreadableHeader(f"the tensor {name[:64]!r} has {dimensions} dimensions")
             shape = tuple(self._integer(10) for _ in range(dimensions))
             rows.append((name, shape, self._integer(4), self._integer(10)))
-        step = alignment if isinstance(alignment, int) and alignment > 0 else _ALIGNMENT
+        step = alignment if isinstance(alignment, int) and alignment > 0 else _DEFAULT_ALIGNMENT
         position = self._file.tell()
         data = self._end - min(-(-position // step) * step, self._end)
         if any(offset > data for *_, offset in rows):
@@ -184,31 +186,34 @@ class _GgufReader:
         return self._read(length).decode("utf-8", "replace")
 
     def _value(self, kind: int) -> Figure | str | None:
-        """Read the next value: a whole number, a short text or a list of whole numbers; None for others."""
-        if kind in _INTEGERS:
+        """Read the next value: a whole number, a short text or whole numbers; None for other types."""
+        if kind in _FORMAT_BY_INTEGER_TYPE:
             return _within(self._integer(kind))
-        if kind == _LIST:
+        if kind == _LIST_TYPE:
             return self._list(self._integer(4), self._integer(10))
-        if kind == _TEXT:
+        if kind == _TEXT_TYPE:
             length = self._integer(10)
             if length <= MAX_KEY_LENGTH:
                 return self._read(length).decode("utf-8", "replace")
             self._skip(length)
-        elif kind in _WIDTHS:
-            self._skip(_WIDTHS[kind])
+        elif kind in _WIDTH_BY_INTEGER_TYPE:
+            self._skip(_WIDTH_BY_INTEGER_TYPE[kind])
         else:
             raise UnreadableHeader(f"it has a value of the unknown kind {kind}")
         return None
 
     def _list(self, kind: int, length: int) -> Figure | None:
-        if kind in _INTEGERS and length <= min(MAX_LIST_LENGTH, self._figures):
+        if kind in _FORMAT_BY_INTEGER_TYPE and length <= min(MAX_LIST_LENGTH, self._figures):
             self._figures -= length
-            content = self._read(_WIDTHS[kind] * length)
-            figures = [_within(int(item)) for item in struct.unpack(f"<{length}{_INTEGERS[kind]}", content)]
+            content = self._read(_WIDTH_BY_INTEGER_TYPE[kind] * length)
+            figures = [
+                _within(int(item))
+                for item in struct.unpack(f"<{length}{_FORMAT_BY_INTEGER_TYPE[kind]}", content)
+            ]
             return tuple(figure or 0 for figure in figures)
-        if kind in _WIDTHS:
-            self._skip(_WIDTHS[kind] * length)
-        elif kind == _TEXT:
+        if kind in _WIDTH_BY_INTEGER_TYPE:
+            self._skip(_WIDTH_BY_INTEGER_TYPE[kind] * length)
+        elif kind == _TEXT_TYPE:
             self._skip_texts(length)
         else:
             raise UnreadableHeader("it has a list of lists")
@@ -229,7 +234,9 @@ class _GgufReader:
         self._skip(position - len(content))
 
     def _integer(self, kind: int) -> int:
-        return int.from_bytes(self._read(_WIDTHS[kind]), "little", signed=_INTEGERS[kind].islower())
+        return int.from_bytes(
+            self._read(_WIDTH_BY_INTEGER_TYPE[kind]), "little", signed=_FORMAT_BY_INTEGER_TYPE[kind].islower()
+        )
 
     def _read(self, length: int) -> bytes:
         content = self._file.read(length)
@@ -247,7 +254,7 @@ def _within(figure: int) -> int | None:
     return figure if 0 <= figure <= MAX_FIGURE else None
 
 
-_CONFIG_KEYS = {
+_FIGURE_BY_CONFIG_KEY = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -262,7 +269,7 @@ _CONFIG_KEYS = {
     "full_attention_interval": "full_attention_interval",
     "vocab_size": "vocab_size",
 }
-"""By key of a `config.json`: the figure of a GGUF file with the same meaning."""
+"""Figure of a GGUF file that means the same as this key of a `config.json`."""
 _SLIDING_ATTENTION, _LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 
 
@@ -287,13 +294,13 @@ def read_json(path: Path) -> object:
 
 
 def parse_config(config: object) -> Header:
-    """Return the header that the content of a `config.json` describes; raise UnreadableHeader."""
+    """Return the header that a `config.json` describes; raise UnreadableHeader."""
     text = config.get("text_config", config) if isinstance(config, dict) else None
     if not isinstance(text, dict):
         raise UnreadableHeader("it is not a mapping")
     figures: dict[str, Figure] = {
         figure: value
-        for key, figure in _CONFIG_KEYS.items()
+        for key, figure in _FIGURE_BY_CONFIG_KEY.items()
         if type(value := text.get(key)) is int and 0 <= value <= MAX_FIGURE
     }
     layers = text.get("layer_types")

@@ -26,7 +26,7 @@ from localai_cluster.kit.outbound import host_of
 from nodes.definitions.headers import Header
 
 MARKER = ".localai-cluster"
-"""Name of the file that marks the models folder."""
+"""Name of the file by which the models folder is recognised."""
 _MARKER_TEXT = "This marks the models folder of LocalAI Cluster. A folder without it counts as not mounted.\n"
 LACKS_MARKER = (
     f"has no file {MARKER}, which an import has left there: is it mounted? If this is the right folder,"
@@ -42,32 +42,32 @@ class FolderReplaced(Unavailable):
 
 
 class FileConflict(Conflict):
-    """A file that is to be downloaded or named has the path of another file."""
+    """A file that is to be downloaded or named has the path of a different file."""
 
     code = "file_exists"
 
 
 MAX_HEADER_BYTES = 64 * 1024
 """Maximum bytes of a header as JSON in a row; the figures of real models have a few KiB."""
-_NUL = rb"\u0000"
-"""NUL in JSON, which PostgreSQL cannot store."""
+_JSON_NUL = rb"\u0000"
+"""NUL as JSON escapes it; PostgreSQL cannot store it."""
 
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A file of an import; `header` is the header of a GGUF file, without its tensors."""
+    """A file that an import has recorded; `header` is its GGUF header without tensors."""
 
     path: str
-    """The file's path in the models folder, even if the file is not there."""
+    """Path of the file in the models folder, even if the file is only at its source."""
     source: str
-    """The file's permanent address."""
+    """Permanent address of the file at its source."""
     size: int
     sha256: str
     header: Header | None = None
     is_marked: bool = False
-    """True if the models folder had its marker when the file was recorded."""
+    """True if the models folder had its marker when the import recorded the file."""
     has_tools: bool = False
-    """True if the file's chat template is known to support tools."""
+    """True if the chat template in the file is known to support tools."""
 
     def as_entry(self) -> dict[str, Any]:
         """Return the file as JSON.
@@ -81,7 +81,7 @@ class RecordedFile:
             return entry
         figures = {"architecture": self.header.architecture, "figures": self.header.figures}
         header = msgspec.json.encode(figures)
-        if len(header) > MAX_HEADER_BYTES or _NUL in header:
+        if len(header) > MAX_HEADER_BYTES or _JSON_NUL in header:
             return entry
         return {**entry, "header": msgspec.json.decode(header)}
 
@@ -91,7 +91,10 @@ RecordedFiles = Mapping[str, RecordedFile]
 
 
 def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
-    """Parse the files of a row; omit unreadable entries, which another version may have written."""
+    """Return the recorded files of a row.
+
+    Unreadable entries are left out: another version may have written them.
+    """
     files: dict[str, RecordedFile] = {}
     for entry in entries:
         try:
@@ -104,12 +107,12 @@ def parse_entries(entries: Iterable[object]) -> dict[str, RecordedFile]:
 
 
 def lacks_marker(folder: Path, files: Iterable[RecordedFile]) -> bool:
-    """Return True if a file was recorded in a marked folder, but `folder` has no marker. Blocks."""
+    """Return True if `folder` has no marker, but a file was recorded in a folder with one. Blocks."""
     return any(file.is_marked for file in files) and not os.path.lexists(folder / MARKER)
 
 
 def mark_folder(folder: Path, files: Iterable[RecordedFile]) -> bool:
-    """Create the marker in the folder of these files; return False if it cannot be written. Blocks.
+    """Create the marker in the folder that has these files; return False if it cannot be written. Blocks.
 
     Raise FolderReplaced if the folder has lost its marker.
     """
@@ -123,9 +126,9 @@ def mark_folder(folder: Path, files: Iterable[RecordedFile]) -> bool:
 
 
 def files_at_source(folder: Path, files: RecordedFiles) -> dict[str, RecordedFile]:
-    """Return the files that are not in the folder, by their absolute path in the folder. Blocks.
+    """Return the recorded files that are not in the folder, by the absolute path that they would have.
 
-    Raise OSError if the folder cannot be read, because it is then unknown which files are missing.
+    Blocks. Raise OSError if the folder cannot be read, because it is then unknown which files are missing.
     """
     paths = {f"{folder}/{file.path}": file for file in files.values()}
     return {path: file for path, file in paths.items() if not _exists(path)}
@@ -140,7 +143,7 @@ def _exists(path: str) -> bool:
 
 
 def files_below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> dict[str, RecordedFile]:
-    """Return the files in `at_source` that are one of `parts`, or that are below the folder `path`."""
+    """Return those of the files in `at_source` that are one of `parts` or lie below the folder `path`."""
     if not at_source:
         return {}
     names = {str(part) for part in parts}
@@ -148,7 +151,7 @@ def files_below(path: Path, at_source: RecordedFiles, parts: Iterable[Path]) -> 
 
 
 def without_tensors(header: Header | None) -> Header | None:
-    """Return the header without tensors, for a model with several files whose other tensors are unknown."""
+    """Return the header without tensors, because those of the model's other files are unknown."""
     return replace(header, tensors=()) if header is not None and header.tensors else header
 
 

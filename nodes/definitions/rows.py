@@ -21,12 +21,12 @@ CHANNEL = "cluster_definitions"
 """NOTIFY channel; the payload is the name of the model whose definition has changed."""
 SOURCE_PREFIX = "definitions/"
 """Prefix of `Definition.source` of a row. No file of the models folder has such a name."""
-_COLUMNS = ("id", "change", "name", "origin", "revision", "disabled", "updated_at", "files", "text")
+_ROW_COLUMNS = ("id", "change", "name", "origin", "revision", "disabled", "updated_at", "files", "text")
 
 
 @dataclass(frozen=True)
 class StoredDefinition:
-    """A row with its parsed text."""
+    """A stored definition with its parsed text."""
 
     change: int
     name: str
@@ -43,7 +43,7 @@ class StoredDefinition:
 
     @property
     def expects_marker(self) -> bool:
-        """True if the row records files of a marked models folder."""
+        """True if the files of the row were recorded in a models folder with a marker."""
         files = self.content.files.values() if isinstance(self.content, Definition) else ()
         return any(file.is_marked for file in files)
 
@@ -52,7 +52,7 @@ Rows = Mapping[UUID, StoredDefinition]
 
 
 def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
-    """Return the rows that are not deleted, and read only rows that differ from `known`. Two queries at most.
+    """Return all rows that are not deleted; only rows that differ from `known` are read. Two queries at most.
 
     Must run in a dedicated thread, because it closes the thread's database connection.
     """
@@ -61,7 +61,7 @@ def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
         stamps = dict(present.values_list("id", "change"))
         rows = {id: row for id, row in known.items() if stamps.get(id) == row.change}
         if outdated := stamps.keys() - rows.keys():
-            for id, *values, text in present.filter(pk__in=outdated).values_list(*_COLUMNS):
+            for id, *values, text in present.filter(pk__in=outdated).values_list(*_ROW_COLUMNS):
                 rows[id] = _parse_row(values, text)
         return rows
     finally:
@@ -70,7 +70,7 @@ def read_rows(known: Rows) -> dict[UUID, StoredDefinition]:
 
 def stored_definition(row: ModelDefinition) -> StoredDefinition:
     """Return the row with its parsed text."""
-    return _parse_row([getattr(row, name) for name in _COLUMNS[1:-1]], row.text)
+    return _parse_row([getattr(row, name) for name in _ROW_COLUMNS[1:-1]], row.text)
 
 
 _NOT_PARSED = UnusableDefinition("was not parsed")
@@ -88,7 +88,7 @@ def _parse_row(values: Sequence[Any], text: str) -> StoredDefinition:
 
 
 def definitions_revision() -> str:
-    """Return a text that changes with each change of a row. One query."""
+    """Return a text that changes whenever a row changes. One query."""
     figures = ModelDefinition.objects.aggregate(Count("id"), Sum("change"), Max("updated_at"))
     return "-".join(map(str, figures.values()))
 

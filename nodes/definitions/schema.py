@@ -35,33 +35,36 @@ from nodes.definitions.files import (
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
-_SIZE: Schema = {"type": ["integer", "string", "null"], "description": "Bytes, or a size such as `12GiB`."}
-_TYPES: Mapping[type, Schema] = {
+_SIZE_SCHEMA: Schema = {
+    "type": ["integer", "string", "null"],
+    "description": "Bytes, or a size such as `12GiB`.",
+}
+_SCHEMA_BY_TYPE: Mapping[type, Schema] = {
     # YAML reads `main_gpu: 0` and `flash_attention: on` as a number and a switch; both mean their text.
     str: {"type": ["string", "number", "boolean", "null"]},
     bool: {"type": ["boolean", "null"]},
     int: {"type": ["integer", "null"], "minimum": -(2**31), "maximum": 2**31 - 1},
     float: {"type": ["number", "null"]},
 }
-_ITEMS: Mapping[type, Schema] = {str: {"type": "string"}, float: {"type": "number"}}
+_ITEM_SCHEMA_BY_TYPE: Mapping[type, Schema] = {str: {"type": "string"}, float: {"type": "number"}}
 _MAX_ERRORS = 50
-_MAX_UNKNOWN = 200
-"""Maximum unknown keys that are compared with the known keys."""
-_CONTAINERS = (dict, list)
+_MAX_UNKNOWN_KEYS = 200
+"""Maximum number of unknown keys for which a similar known key is searched."""
+_CONTAINER_TYPES = (dict, list)
 
 
 @cache
 def definition_schema() -> Schema:
     """Return the JSON Schema of a definition. Settings that are not in it are permitted and ignored."""
-    settings: Schema = {key: _TYPES[kind] for key, (_, kind) in FIELDS.items()}
-    settings |= {key: _list_of(_ITEMS[kind]) for key, (_, kind) in LISTS.items()}
+    settings: Schema = {key: _SCHEMA_BY_TYPE[kind] for key, (_, kind) in FIELDS.items()}
+    settings |= {key: _list_of(_ITEM_SCHEMA_BY_TYPE[kind]) for key, (_, kind) in LISTS.items()}
     layers = {"type": ["integer", "string", "null"], "minimum": -(2**31), "maximum": 2**31 - 1}
     settings["gpu_layers"] = layers | {"description": "A number, or `auto`: as many as fit."}
     text = {"type": "string", "minLength": 1, "maxLength": MAX_NAME}
-    numbers: Schema = {key: _TYPES[kind] for key, kind in NUMBERS.items()}
+    numbers: Schema = {key: _SCHEMA_BY_TYPE[kind] for key, kind in NUMBERS.items()}
     sections: dict[str, Schema] = {}
     for section, key in SECTION_FIELDS:
-        sections.setdefault(section, {})[key] = _TYPES[str]
+        sections.setdefault(section, {})[key] = _SCHEMA_BY_TYPE[str]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Model definition",
@@ -85,8 +88,8 @@ def definition_schema() -> Schema:
                 "type": ["object", "null"],
                 "properties": {
                     **{name: {"type": ["string", "null"]} for name in TEMPLATES},
-                    "jinja_template": _TYPES[bool],
-                    "use_tokenizer_template": _TYPES[bool],
+                    "jinja_template": _SCHEMA_BY_TYPE[bool],
+                    "use_tokenizer_template": _SCHEMA_BY_TYPE[bool],
                 },
             },
             "system_prompt": {"type": ["string", "null"], "description": "Of conversations without one."},
@@ -95,9 +98,9 @@ def definition_schema() -> Schema:
                 {"type": "string", "examples": [f"FLAG_{case.upper()}" for case in USE_CASES]}
             ),
             "concurrency_groups": _list_of({"type": "string"}),
-            "token_ids": _TYPES[bool],
-            "disabled": _TYPES[bool],
-            "vram_needed": _SIZE,
+            "token_ids": _SCHEMA_BY_TYPE[bool],
+            "disabled": _SCHEMA_BY_TYPE[bool],
+            "vram_needed": _SIZE_SCHEMA,
             "download_on": {"enum": [*DOWNLOAD_ON, None]},
         },
     }
@@ -109,7 +112,7 @@ def _list_of(item: Schema) -> Schema:
 
 @dataclass(frozen=True)
 class TextProblem:
-    """An error in a text, with its line and column, which count from 1; 0 = unknown."""
+    """An error in a text with its position; line and column count from 1, 0 = unknown."""
 
     message: str
     path: str = ""
@@ -119,7 +122,7 @@ class TextProblem:
 
 @dataclass(frozen=True)
 class CheckedText:
-    """The result of a check: the definition, or errors."""
+    """The result of checking a text: the definition, or the errors."""
 
     definition: Definition | None
     errors: Sequence[TextProblem] = ()
@@ -127,7 +130,7 @@ class CheckedText:
 
 
 def require_usable(text: str, source: str) -> CheckedText:
-    """Return the check of a usable text; raise InvalidInput for the field `text` with line and reason."""
+    """Check the text; raise InvalidInput for the field `text`, with line and reason, unless it is usable."""
     checked = check_text(text, source)
     if not checked.errors:
         return checked
@@ -165,12 +168,12 @@ def check_text(text: str, source: str) -> CheckedText:
     return CheckedText(definition, found, warnings) if not found else CheckedText(None, found, warnings)
 
 
-_QUOTED_NAME = re.compile(r"`([\w.]+)`")
+_QUOTED_NAME_PATTERN = re.compile(r"`([\w.]+)`")
 
 
 def _parser_problem(error: UnusableDefinition, tree: yaml.Node | None) -> TextProblem:
-    """Return the parser's error with the position of the key that its message names."""
-    match = _QUOTED_NAME.search(str(error))
+    """Return the parser's error, at the position of the key that its message names."""
+    match = _QUOTED_NAME_PATTERN.search(str(error))
     path: Path = tuple(match[1].split(".")) if match else ()
     return TextProblem(names.to_single_line(str(error)), ".".join(map(str, path)), *_position_of(tree, path))
 
@@ -221,16 +224,16 @@ _TYPE_NAMES = {
 
 
 def _find_misspellings(document: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield a warning for each unknown setting whose name is similar to a known setting."""
+    """Yield a warning for each unknown setting whose name is similar to that of a known one."""
     known = definition_schema()["properties"]
     unknown = [key for key in document if isinstance(key, str) and key not in known]
-    for key in unknown[:_MAX_UNKNOWN]:
+    for key in unknown[:_MAX_UNKNOWN_KEYS]:
         if close := difflib.get_close_matches(key[:MAX_NAME], known, 1, 0.85):
             yield f"`{names.to_single_line(key[:64])}` is not used; did you mean `{close[0]}`?"
 
 
 def _position_of(tree: yaml.Node | None, path: Path) -> tuple[int, int]:
-    """Return line and column of the value at the path, or of the deepest part of the path that exists."""
+    """Return line and column of the value at this path, or of the nearest part of the path that exists."""
     node, mark = tree, tree.start_mark if tree is not None else None
     for part in path:
         child = None
@@ -246,11 +249,11 @@ def _position_of(tree: yaml.Node | None, path: Path) -> tuple[int, int]:
     return (mark.line + 1, mark.column + 1) if mark is not None else (0, 0)
 
 
-_SECRET_VALUE = re.compile(
+_SECRET_VALUE_PATTERN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b"
     r"|\bBearer\s+[A-Za-z0-9._~+/-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]+:[^/\s:@]+@"
 )
-_SECRET_KEY = re.compile(
+_SECRET_KEY_PATTERN = re.compile(
     r"(?:.*[_-])?(?:api[_-]?key|password|passwd|secret|secret[_-]?(?:access[_-]?)?key|private[_-]?key|authorization)"
     r"|(?:(?:hf|hub|huggingface|access|auth|bearer|api|github)[_-]?)?token",
     re.IGNORECASE,
@@ -259,8 +262,8 @@ _SECRET_PROBLEM = "is a secret; definitions are readable and go to workers: use 
 
 
 def _find_secrets(text: str, document: object, tree: yaml.Node | None) -> Iterator[TextProblem]:
-    """Yield an error for each secret in the text, including its comments."""
-    if (match := _SECRET_VALUE.search(text)) is not None:
+    """Yield an error for each secret in the text, also in its comments."""
+    if (match := _SECRET_VALUE_PATTERN.search(text)) is not None:
         line = text.count("\n", 0, match.start()) + 1
         column = match.start() - text.rfind("\n", 0, match.start())
         yield TextProblem(
@@ -278,12 +281,12 @@ def _find_secrets(text: str, document: object, tree: yaml.Node | None) -> Iterat
                 child.partition(":") if isinstance(key, int) and isinstance(child, str) else (key, "", child)
             )
             is_stated = bool(rest.strip()) if isinstance(rest, str) else isinstance(rest, int | float)
-            if isinstance(name, str) and is_stated and _SECRET_KEY.fullmatch(name.strip()):
+            if isinstance(name, str) and is_stated and _SECRET_KEY_PATTERN.fullmatch(name.strip()):
                 shown = ".".join(map(str, (*path, key)))
                 yield TextProblem(
                     f"`{names.to_single_line(shown[:64])}` {_SECRET_PROBLEM}",
                     shown,
                     *_position_of(tree, (*path, key)),
                 )
-            elif isinstance(child, _CONTAINERS):
+            elif isinstance(child, _CONTAINER_TYPES):
                 pending.append(((*path, key), child))

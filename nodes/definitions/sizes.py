@@ -42,26 +42,26 @@ logger = logging.getLogger(__name__)
 MEASURE_LIMIT = 10.0
 """Seconds that a measurement may take (C37)."""
 MAX_FILES = 100_000
-"""Maximum files of one folder that are counted; further files are ignored."""
+"""Maximum number of files of one folder that are counted; further files are ignored."""
 FILE_OPTIONS = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
-"""R2.37: options, besides the model, that name a file. Each entry of the list `ADAPTERS` names one too."""
+"""Options, besides the model, whose value names a file (R2.37). So does each entry of the list `ADAPTERS`."""
 ADAPTERS = "LoraAdapters"
 SIDES = (".sha256", ".sha256.target")
-"""Suffixes of the checksum files of a file, in the same folder."""
-_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)", re.ASCII)
+"""Suffixes of the checksum files that stand beside a file."""
+_WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt")
+_SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)", re.ASCII)
 _MAX_SHARDS = 1000
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The sizes of a model's files in bytes; 0 if there are no such files."""
+    """The sizes of a model's files in bytes, by use; 0 if there is no such file."""
 
     weights: int = 0
     payload: int = 0
-    """Bytes of all its files."""
+    """Bytes of all files together."""
     header: Header | None = None
-    """None if the model has neither GGUF nor safetensors files, or if its header cannot be read."""
+    """Header of the weights; None if they are neither GGUF nor safetensors, or if it cannot be read."""
     projector: int = 0
     adapters: int = 0
     draft: int = 0
@@ -82,7 +82,7 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
 
 
 def named_paths(folder: Path, definition: Definition) -> set[Path]:
-    """Return the paths of files and folders that the definition names, even if they do not exist."""
+    """Return the paths of all files and folders that the definition names, even if they do not exist."""
     options = definition.options
     texts = (*(options.get(name) for name in ("Model", *FILE_OPTIONS)), *options.get(ADAPTERS, ()))
     return {path for text in texts if (path := path_inside(folder, text)) is not None}
@@ -91,7 +91,7 @@ def named_paths(folder: Path, definition: Definition) -> set[Path]:
 def records_in_definition(
     folder: Path, definition: Definition, records: RecordedFiles
 ) -> dict[str, RecordedFile]:
-    """Return the records whose files the definition names, including names in `options`, by their paths."""
+    """Return, by path, the records of files that the definition names, also in `options`."""
     by_path = {f"{folder}/{path}": file for path, file in records.items()}
     entries = [entry for name in ("Options", "Overrides") for entry in definition.options.get(name, ())]
     values = {value for entry in entries if (value := entry.partition(":")[2].strip())}
@@ -102,7 +102,7 @@ def records_in_definition(
 
 
 def files_of(folder: Path, definition: Definition) -> list[tuple[str, int]]:
-    """Return path and size of the model's files, in the folder or at their sources; raise OSError."""
+    """Return path and size of each file of the model, in the folder or at its source; raise OSError."""
     at_source = files_at_source(folder, definition.files)
     return [file for path in named_paths(folder, definition) for file in _files(path, at_source)]
 
@@ -117,7 +117,7 @@ def with_file_paths(folder: Path, model: str, options: Mapping[str, Any]) -> dic
 
 
 def path_inside(folder: Path, text: object) -> Path | None:
-    """Return the path in the folder that an option's text names; None if it leads out of the folder."""
+    """Return the path in the folder that a text in an option names; None if it leads out of the folder."""
     if not isinstance(text, str) or "\0" in text:
         return None
     path = PurePosixPath(text)
@@ -149,8 +149,8 @@ def _present_files(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the paths of all shards of a sharded model; [path] for any other file."""
-    if (shard := _SHARD.fullmatch(path.name)) is None:
+    """Return the paths of all shards of a sharded model's file; [path] for any other file."""
+    if (shard := _SHARD_PATTERN.fullmatch(path.name)) is None:
         return [path]
     stem, count, suffix = shard["stem"], shard["count"], shard["suffix"]
     numbers = range(1, min(int(count), _MAX_SHARDS) + 1)
@@ -158,7 +158,7 @@ def shards(path: Path) -> list[Path]:
 
 
 def without_side_files(names: Sequence[str]) -> list[str]:
-    """Return the file names of a folder, sorted, without checksum files of other files (T-STG-11).
+    """Return the sorted names of a folder's files, without checksum files of other files (T-STG-11).
 
     A checksum file without its file counts as an ordinary file.
     """
@@ -185,11 +185,11 @@ def _read_weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, He
     files = list(_files(model, at_source)) if model is not None else []
     if model is None or not (os.path.isdir(model) or any(name.startswith(f"{model}/") for name in at_source)):
         return sum(size for _, size in files), _read_headers(sorted(name for name, _ in files), at_source)
-    files = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
+    files = [(name, size) for name, size in files if name.endswith(_WEIGHT_SUFFIXES)]
     variants: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for name, size in files:
         if name.endswith(".gguf"):
-            shard = _SHARD.fullmatch(name)
+            shard = _SHARD_PATTERN.fullmatch(name)
             variants[shard["stem"] if shard else name][name] = size
     if variants:
         largest = max(variants.values(), key=lambda sizes: sum(sizes.values()))
@@ -229,13 +229,13 @@ def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | No
 
 @lru_cache(maxsize=64)
 def _read_once(name: str, size: int, changed_ns: int) -> Header | None:
-    """Read the header of a file. The cache key contains the size and the time of change."""
+    """Read the header of a file, once for each size and time of change, which are part of the cache key."""
     path = Path(name)
     return read_config(path) if path.suffix == ".json" else read_header(path)
 
 
 class Sizes:
-    """The file sizes of one models folder. Thread-safe, and usable from several event loops."""
+    """The sizes of the models' files in one folder. Thread-safe, and usable from several event loops."""
 
     def __init__(self, folder: Path, *, limit: float = MEASURE_LIMIT) -> None:
         self._folder, self._limit = folder, limit
@@ -272,9 +272,10 @@ class Sizes:
 
 
 _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)
-"""The key of the chat template and its value's type: a text, which begins with its length in eight bytes."""
-_TEMPLATE_WITHIN = 64 * 1024 * 1024
-"""Bytes at the start of a GGUF file that are searched for the template, which follows the vocabulary."""
+"""Bytes before a chat template in a GGUF file: its key, and the type of a text, whose length follows in eight
+bytes."""
+_MAX_TEMPLATE_OFFSET = 64 * 1024 * 1024
+"""Bytes at the start of a GGUF file in which the template is searched; it follows the vocabulary."""
 _MAX_TEMPLATE_LENGTH = 1024 * 1024
 
 
@@ -287,15 +288,15 @@ def template_has_tools(folder: Path, definition: Definition) -> bool:
         if (record := files_at_source(folder, definition.files).get(str(path))) is not None:
             return record.has_tools
         with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC and bool(tools_in_template(file.read(_TEMPLATE_WITHIN)))
+            return file.read(len(MAGIC)) == MAGIC and bool(tools_in_template(file.read(_MAX_TEMPLATE_OFFSET)))
     except OSError:
         return False
 
 
 def tools_in_template(content: bytes) -> bool | None:
-    """Return True if the chat template in these bytes of a GGUF file supports tools.
+    """Return True if these bytes of a GGUF file contain a chat template that supports tools.
 
-    None if the bytes contain no complete template.
+    None if they contain no complete template.
     """
     start = content.find(_TEMPLATE_KEY) + len(_TEMPLATE_KEY)
     length = content[start : start + 8]

@@ -34,14 +34,14 @@ from operations.changes.events import notify
 log = logging.getLogger(__name__)
 
 MAX_REVISIONS = 200
-"""Maximum revisions of a definition that are kept; the oldest are deleted first."""
+"""Maximum number of revisions of a definition; the oldest are deleted first."""
 RETENTION = timedelta(days=365)
-"""Age from which `prune_revisions` and `prune_deleted` may delete."""
+"""Minimum age of what `prune_revisions` and `prune_deleted` delete."""
 MIN_REVISIONS = 100
 """Number of the latest revisions of a definition that are kept at any age."""
 MAX_REASON_LENGTH = 500
-_MAX_LINES = 5000
-"""Maximum lines of two texts together that are compared."""
+_MAX_DIFF_LINES = 5000
+"""Maximum number of lines of two texts together for which a difference is computed."""
 
 
 def save(
@@ -55,7 +55,7 @@ def save(
     expected_revision: int | None = None,
     files: Sequence[Mapping[str, Any]] = (),
 ) -> ModelDefinition:
-    """Create the definition, or add a revision if `name` is given and the definition exists.
+    """Create a definition or, if `name` is given and the definition exists, add a revision to it.
 
     `expected_revision` is the revision that the caller has read, 0 = none. If the text is already in force,
     only `files` are stored. Raises InvalidInput for the text, FileConflict, and Conflict with `revision` if
@@ -101,12 +101,12 @@ def check(name: str | None, text: str) -> Definition:
 
 
 def records_for(definition: Definition) -> dict[str, RecordedFile]:
-    """Return stored file records for a definition without records, by path. One query.
+    """Return records of files that other stored definitions have for the files of this one, by path.
 
-    The records come from all stored definitions: first from the definition itself, then from definitions that
-    name the file now, then from definitions that named it earlier or are deleted. So a definition without its
-    file in the models folder can be loaded if it is a copy, shares the file with another definition, or was
-    deleted and saved again.
+    One query. They are for a definition without records of its own. They come first from the stored
+    definition itself, then from definitions that name the file now, then from definitions that named it
+    earlier or are deleted. So a definition without its file in the models folder can be loaded if it is a
+    copy, shares the file with another definition, or was deleted and saved again.
     """
     models = folder().path
     paths = {path.relative_to(models) for path in named_paths(models, definition)}
@@ -137,7 +137,7 @@ def records_for(definition: Definition) -> dict[str, RecordedFile]:
 
 
 def _records_in_row(row: ModelDefinition, records: RecordedFiles) -> dict[str, RecordedFile]:
-    """Return the records whose files the text of the row names."""
+    """Return those of the records whose files the text of the row names."""
     content = stored_definition(row).content
     return records_in_definition(folder().path, content, records) if isinstance(content, Definition) else {}
 
@@ -171,13 +171,13 @@ def _check_file_conflicts(definition: Definition, records: RecordedFiles) -> Non
 def _with_shared_records(
     entries: Sequence[Mapping[str, Any]], inherited: Mapping[str, RecordedFile]
 ) -> list[Mapping[str, Any]]:
-    """Return the entries, and the `inherited` records of paths without an entry."""
+    """Return the entries and, for paths without an entry, the `inherited` records."""
     own = {entry.get("path") for entry in entries}
     return [*entries, *(file.as_entry() for path, file in inherited.items() if path not in own)]
 
 
 def _add_revision(row: ModelDefinition, actor: str, reason: str, now: datetime) -> None:
-    """Store the row's text as its newest revision; delete the oldest revisions above the limit."""
+    """Store the row's text as its newest revision, and delete the oldest revisions beyond the maximum."""
     DefinitionRevision.objects.create(
         definition=row,
         number=row.revision,
@@ -222,9 +222,9 @@ def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition
 
 
 def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
-    """Mark the definition as deleted unless it already is; return its row, None if it has been pruned.
+    """Mark the definition as deleted; return its row, None if it has been pruned.
 
-    The row keeps its text until it is pruned.
+    The row keeps its text until it is pruned. A repeated call changes nothing.
     """
     with transaction.atomic():
         row = _lock_row(name)
@@ -236,7 +236,7 @@ def remove(name: str, *, id: UUID, now: datetime) -> ModelDefinition | None:
 
 
 def prune_revisions(*, before: datetime, limit: int) -> int:
-    """Delete up to `limit` of the oldest revisions from before `before`; return their number.
+    """Delete up to `limit` of the oldest revisions that are older than `before`; return their number.
 
     The latest `MIN_REVISIONS` revisions of each definition stay. Two queries.
     """
@@ -267,7 +267,7 @@ def find(name: str) -> ModelDefinition | None:
 
 
 def text_in_force(name: str) -> str | None:
-    """Return the text that an edit starts from: the row's text, else the file's, else None.
+    """Return the text with which an edit starts: the stored row's, else the file's, else None.
 
     Raises InvalidInput for a file that cannot be read.
     """
@@ -281,7 +281,7 @@ def text_in_force(name: str) -> str | None:
 
 
 def file_of(name: str) -> str:
-    """Return the file of the models folder that overrides a row of this name; "" without one."""
+    """Return the file of the models folder that overrides a stored definition; "" if none does."""
     return async_to_sync(folder().file_of)(name)
 
 
@@ -298,7 +298,10 @@ def revisions_of(name: str) -> Any:
 
 
 def diffs(revisions: Sequence[DefinitionRevision]) -> Iterator[str]:
-    """Yield, for each of these revisions of one definition, the difference to its predecessor. One query."""
+    """Yield for each of these revisions of one definition its difference to the revision before.
+
+    One query.
+    """
     numbers = {revision.number - 1 for revision in revisions}
     before = DefinitionRevision.objects.filter(
         definition__in={revision.definition_id for revision in revisions}, number__in=numbers
@@ -311,9 +314,9 @@ def diffs(revisions: Sequence[DefinitionRevision]) -> Iterator[str]:
 
 
 def diff(former: str, text: str, former_name: str, name: str) -> str:
-    """Return a unified diff; if the texts are too long to compare, only their numbers of lines."""
+    """Return a unified diff of two texts; if they are too long to compare, only their numbers of lines."""
     before, after = former.splitlines(keepends=True), text.splitlines(keepends=True)
-    if len(before) + len(after) > _MAX_LINES:
+    if len(before) + len(after) > _MAX_DIFF_LINES:
         return f"--- {former_name}: {len(before)} lines\n+++ {name}: {len(after)} lines\n"
     lines = difflib.unified_diff(before, after, former_name, name)
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
@@ -326,9 +329,9 @@ def _lock_row(name: str) -> ModelDefinition | None:
 
 
 _ROUTE_NAMES = ("schema", "preview")
-"""Names that are routes below `/api/definitions/`."""
+"""Names that a definition cannot have, because they are routes below `/api/definitions/`."""
 _ROUTE_SUFFIXES = ("clone", "disable", "enable", "revisions", "restore")
-"""Last parts of names that are routes below `/api/definitions/`."""
+"""Last parts that a definition's name cannot have, because they are routes below `/api/definitions/`."""
 
 
 def _check_name(name: str) -> None:

@@ -29,7 +29,7 @@ from nodes.gateway.prefix_updates import Outbox, PrefixObserved, PrefixUpdate, s
 from nodes.gateway.request import InferenceRequest
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
-from nodes.scheduling.pressure import REPORT_PRESSURE, WINDOW
+from nodes.scheduling.pressure import PRESSURE_WINDOW, REPORT_PRESSURE_SQL
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Pressure:
     A diversion is a request that did not go to the replica that caches its prompt.
     """
 
-    def __init__(self, window: timedelta = WINDOW) -> None:
+    def __init__(self, window: timedelta = PRESSURE_WINDOW) -> None:
         self._window = window
         self._times: dict[str, deque[datetime]] = {}
 
@@ -150,7 +150,7 @@ class PrefixRouter:
         models, self._unreported, now = self._unreported, set(), clock.now()
         times_by_model = {model: self._pressure.recent_times(model, now) for model in models}
         try:
-            await pool.run(REPORT_PRESSURE, _report_parameters(process, times_by_model, now))
+            await pool.run(REPORT_PRESSURE_SQL, _report_parameters(process, times_by_model, now))
         except BaseException:
             self._unreported |= models
             raise
@@ -162,7 +162,7 @@ def _report_parameters(
     times = {
         model: [time.isoformat() for time in model_times] for model, model_times in times_by_model.items()
     }
-    return {"process": process, "times": Jsonb(times), "now": now, "since": now - 2 * WINDOW}
+    return {"process": process, "times": Jsonb(times), "now": now, "since": now - 2 * PRESSURE_WINDOW}
 
 
 class PrefixService:

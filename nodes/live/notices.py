@@ -15,10 +15,10 @@ from localai_cluster.kit.env import is_weak_secret
 from localai_cluster.kit.quantities import counted
 from nodes.live.shapes import NOTICE
 from nodes.registry.mass_silence import CurrentHold
-from operations.executor.controllers import SILENT_AFTER, LastHeartbeats
+from operations.executor.controllers import SILENCE_LIMIT, LastHeartbeats
 
 Notice = dict[str, Any]
-_SILENCE_LIMIT = timedelta(seconds=SILENT_AFTER)
+_SILENCE_LIMIT = timedelta(seconds=SILENCE_LIMIT)
 
 
 @dataclass(frozen=True)

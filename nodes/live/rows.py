@@ -2,8 +2,8 @@
 
 The feed reads the nodes every second while there are watchers, and most nodes have not changed. So a node is
 kept as the raw values of the queries, which compare at the speed of C. Only changed nodes are rendered in the
-wire's form (`LIVE_NODE` in `nodes/registry/shape.py`). Every key is always present, so that a patch is the
-set of changed keys.
+wire's form (`LIVE_NODE_SHAPE` in `nodes/registry/shape.py`). Every key is always present, so that a patch is
+the set of changed keys.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from nodes.models.node import STATES_COUNTED_IN_FLIGHT
 from nodes.placement.memory import Reservation
 from nodes.registry import actions
 from nodes.registry.node_rows import version_skew_of
-from nodes.registry.shape import LIVE_NODE, fact_column
+from nodes.registry.shape import LIVE_NODE_SHAPE, fact_column
 from nodes.replicas import reserved_memory
 from nodes.replicas.shape import LIVE_MODEL
 
@@ -63,7 +63,7 @@ class RawNode(NamedTuple):
 
 def read_nodes() -> dict[str, RawNode]:
     """Return every node by id, in the order of names. It runs six queries in the caller's snapshot."""
-    columns = (*LIVE_NODE.columns.values(), *_GPU_COLUMNS.values(), *_STATUS_COLUMNS.values())
+    columns = (*LIVE_NODE_SHAPE.columns.values(), *_GPU_COLUMNS.values(), *_STATUS_COLUMNS.values())
     nodes = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
     labels, replicas, backends, conflicts = (
@@ -114,9 +114,11 @@ def _count_conflicts() -> dict[str, int]:
 
 
 def render(raw: RawNode) -> LiveNode:
-    """Return the node in the form of the live feed (`LIVE_NODE`)."""
-    node: LiveNode = LIVE_NODE.row(raw.columns)
-    extra = dict(zip((*_GPU_COLUMNS, *_STATUS_COLUMNS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
+    """Return the node in the form of the live feed (`LIVE_NODE_SHAPE`)."""
+    node: LiveNode = LIVE_NODE_SHAPE.row(raw.columns)
+    extra = dict(
+        zip((*_GPU_COLUMNS, *_STATUS_COLUMNS), raw.columns[len(LIVE_NODE_SHAPE.columns) :], strict=True)
+    )
     behind = {name: extra[name] for name in _STATUS_COLUMNS}
     gpu_reading = {"gpus": orjson.loads(extra["gpus"]), "vram_read_at": extra["vram_read_at"]}
     engines = [LIVE_MODEL.trimmed(model) for model in orjson.loads(raw.replicas or "[]")]
@@ -125,7 +127,7 @@ def render(raw: RawNode) -> LiveNode:
     node["open_conflicts"] = raw.open_conflicts
     node["reason"], node["since"] = status_reason(node, behind)
     node["version_skew"] = version_skew_of(node)
-    return LIVE_NODE.of(
+    return LIVE_NODE_SHAPE.of(
         **node,
         gpus=reserved_memory.shown_gpus(gpu_reading, raw.reservations),
         labels=orjson.loads(raw.labels) if raw.labels else {},

@@ -18,8 +18,8 @@ from localai_cluster.web.shapes import (
     mapping_schema,
     reference,
 )
-from nodes.registry.shape import LIVE_NODE, LIVE_NODE_PATCH
-from operations.changes.feed import OPERATION
+from nodes.registry.shape import LIVE_NODE_PATCH_SHAPE, LIVE_NODE_SHAPE
+from operations.changes.feed import OPERATION_SHAPE
 
 NOTICE = Shape(
     "Notice",
@@ -63,14 +63,14 @@ OPERATIONS_SNAPSHOT = Message(
     "operations.snapshot",
     "The live list as it is: what is not in it has ended or was dismissed.",
     field("seq", count(), "The reader's position."),
-    field("operations", OPERATION.many),
+    field("operations", OPERATION_SHAPE.many),
 )
 OPERATIONS_DELTA = Message(
     "FeedOperationsDelta",
     "operations.delta",
     "Operations that changed, in the order of their last change; ended and dismissed ones too.",
     field("seq", count(), "The reader's position after this message."),
-    field("operations", OPERATION.many),
+    field("operations", OPERATION_SHAPE.many),
     field(
         "partial",
         {"type": "array", "items": UUID},
@@ -84,14 +84,14 @@ NODES_SNAPSHOT = Message(
     "nodes.snapshot",
     "All nodes as they are, by name.",
     field("cursor", TEXT, "The reader's position."),
-    field("nodes", LIVE_NODE.many),
+    field("nodes", LIVE_NODE_SHAPE.many),
 )
 NODES_DELTA = Message(
     "FeedNodesDelta",
     "nodes.delta",
     "What changed since the last message about nodes.",
     field("cursor", TEXT, "The reader's position after this message."),
-    field("changed", LIVE_NODE_PATCH.many),
+    field("changed", LIVE_NODE_PATCH_SHAPE.many),
     field("removed", {"type": "array", "items": UUID}),
 )
 NOTICES = Message(

@@ -18,7 +18,7 @@ from nodes.models import NodeModel
 def preview(
     text: str, checked: schema.CheckedText, name: str, in_force: Definition | None, former_text: str
 ) -> dict[str, Any]:
-    """Return the result of the check of `text`, and the changes that saving would make.
+    """Return the errors of `text`, or the changes that saving it would make.
 
     `in_force` is the current definition of `name`, and `former_text` its text. An empty `name` means the name
     in the text.
@@ -53,7 +53,7 @@ def preview(
 
 
 def replaced_replicas(definition: Definition) -> list[dict[str, Any]]:
-    """Return the replicas that renewal would replace after this definition is saved. One query."""
+    """Return the replicas that would be replaced after this definition is saved. One query."""
     loaded = NodeModel.objects.loaded().filter(model_name=definition.name)
     replicas = loaded.exclude(config_revision__in=["", definition.revision]).order_by(
         "node__name", "replica_index"
@@ -65,7 +65,7 @@ def replaced_replicas(definition: Definition) -> list[dict[str, Any]]:
 
 
 def changed_text(text: str | None, changes: dict[str, Any]) -> str:
-    """Return the text in force with the changes of the form; raise InvalidInput without a text in force."""
+    """Return `text` with the changes of the form; raise InvalidInput if `text` is None."""
     if text is None:
         raise InvalidInput("name: no definition to change", field="name")
     return edit.apply_changes(text, changes)

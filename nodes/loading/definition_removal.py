@@ -32,7 +32,7 @@ from operations.ledger.attempts import lock_owned
 from operations.ledger.progress import Tick
 
 KIND = drains.REMOVE
-_SHOWN_NAMES = 100
+_MAX_SHOWN_NAMES = 100
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RemovalRequest:
 
 
 def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
-    """Delete the stored definition; join an active operation that already deletes it.
+    """Create the operation that deletes the stored definition, or join the active one.
 
     Raises NotFound, and Conflict for a model that only a file defines, or that is being loaded or unloaded.
     """
@@ -83,10 +83,13 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
 
 
 class RemoveDefinition(UnloadModel):
-    """Handler of the operation; it stops the replicas before it deletes the definition."""
+    """Handler of the operation: it stops the model's replicas, then deletes the definition."""
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Run the removal; raise CommandFailed if a replica may still run, Postpone if the folder hangs."""
+        """Run the removal.
+
+        Raise CommandFailed if a replica may still run, Postpone if the folder does not respond.
+        """
         unloaded = await super().__call__(work) or {}
         name, payload = work.operation.element, work.operation.payload
         row = await in_thread(_remove_row, work)
@@ -99,8 +102,8 @@ class RemoveDefinition(UnloadModel):
         return {
             **unloaded,
             "message": f"the definition of {name} and {len(removal.removed)} files are deleted{kept}",
-            "removed": removal.removed[:_SHOWN_NAMES],
-            "kept": dict(list(removal.kept.items())[:_SHOWN_NAMES]),
+            "removed": removal.removed[:_MAX_SHOWN_NAMES],
+            "kept": dict(list(removal.kept.items())[:_MAX_SHOWN_NAMES]),
             "bytes": removal.size,
         }
 
@@ -114,7 +117,7 @@ def _remove_row(work: Work) -> ModelDefinition | None:
 
 
 async def _remove_files(models: Folder, row: ModelDefinition, work: Work) -> FileRemoval:
-    """Remove the files of the definition that nothing else uses. Raise Postpone if the folder hangs."""
+    """Delete the files that only this definition uses. Raise Postpone if the folder does not respond."""
     try:
         own = [parse_file(row.text.encode(), rows.SOURCE_PREFIX + row.name)]
     except UnusableDefinition:

@@ -27,7 +27,7 @@ from operations.models import Operation
 
 FOLDER = ".removed"
 _RETURN_TIMEOUT = 5.0
-"""Seconds that the end of an attempt waits until its files have been moved back."""
+"""Seconds that an ending attempt waits until its files have been moved back."""
 
 
 @dataclass
@@ -54,7 +54,10 @@ async def remove_files(paths: Iterable[str], attempt: Attempt) -> FileRemoval:
 
 
 async def return_files(models: Path) -> None:
-    """Move back the files that ended attempts have left in their hidden folders. Raise FolderUnresponsive."""
+    """Move files back to their places that ended attempts left in their hidden folders.
+
+    Raises FolderUnresponsive.
+    """
     if names := await in_folder_thread(_list_attempt_folders, models):
         # After the names: an attempt of these that is under way now has not begun since.
         running = await in_thread(_running_attempts)
@@ -78,7 +81,7 @@ def removal_obstacle(models: Path, path: Path) -> str:
 class _MovedFiles:
     """Files that an attempt moves into its hidden folder before it deletes them.
 
-    Thread-safe. The methods do nothing after `close`.
+    Thread-safe. After `close` the methods do nothing.
     """
 
     def __init__(self, models: Path, attempt: Attempt) -> None:
@@ -177,7 +180,7 @@ def _list_attempt_folders(models: Path) -> set[str]:
 
 
 def _move_back(models: Path, names: Iterable[str]) -> None:
-    """Move the files in these folders of `FOLDER` back to their paths, unless the path has a new file."""
+    """Move the files in these folders of `FOLDER` back to their paths, except where a new file exists."""
     for name in names:
         root = models / FOLDER / name
         for base, _, files in os.walk(root, topdown=False):
@@ -192,7 +195,10 @@ def _move_back(models: Path, names: Iterable[str]) -> None:
 
 
 def _return_file(source: Path, target: Path) -> None:
-    """Move the file, unless the target exists because it was downloaded meanwhile. Raise OSError."""
+    """Move the file back, unless a new file exists at its place because it was downloaded meanwhile.
+
+    Raises OSError.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

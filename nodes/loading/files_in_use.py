@@ -26,8 +26,8 @@ IMPORT = "model_import"
 """Kind of the operation that fetches the files of a model."""
 ANSWER_WITHIN = 60.0
 """Seconds that one call into the models folder may take."""
-_SIDECARS = {".onnx": ".json"}
-"""By suffix of a file: the suffix of the file that must be sent with it, appended to the whole name."""
+_SIDECAR_BY_SUFFIX = {".onnx": ".json"}
+"""Suffix of the file that belongs to a file with this suffix: `model.onnx` needs `model.onnx.json`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,11 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FilesInUse:
-    """Paths of files and folders in the models folder, present or not."""
+    """The paths of the models folder that are in use, whether a file or folder exists there or not."""
 
     paths: frozenset[str]
     problem: str = ""
-    """Why an unknown number of further files may be in use, so that nothing may be removed; "" = none."""
+    """Why further files may be in use that are unknown, so that nothing may be removed; "" if there are
+    none."""
 
     @classmethod
     def of(
@@ -49,7 +50,7 @@ class FilesInUse:
         fetched: Iterable[str] = (),
         problem: str = "",
     ) -> Self:
-        """Return the files that these definitions name, and the files `fetched` for them. Blocks."""
+        """Return the files that these definitions name, and the `fetched` files. Blocks."""
         reader = _LinkReader(models)
         for definition in definitions:
             for path in _named_paths(models, definition):
@@ -61,7 +62,7 @@ class FilesInUse:
         return cls(frozenset(reader.paths), problem or reader.problem)
 
     def has(self, path: str) -> bool:
-        """Return True for a file in use, a file in a folder in use, and a checksum file of either."""
+        """Return True if the path is in use, is in a folder in use, or is a checksum file of one."""
         plain = next((path.removesuffix(side) for side in sizes.SIDES if path.endswith(side)), path)
         return any(str(part) in self.paths for part in (plain, *PurePosixPath(plain).parents))
 
@@ -114,7 +115,10 @@ async def _describe_problem(unusable: list[UnusableDefinition]) -> str:
 
 
 def _named_paths(models: Path, definition: Definition) -> Iterator[Path]:
-    """Yield all paths that the options may mean; a value may be relative to the folder of its model."""
+    """Yield all paths that a definition's options may mean.
+
+    A value may be relative to the folder of the model.
+    """
     root = Path(os.path.normpath(models))
     bases = (root, root / definition.model, (root / definition.model).parent)
     for _, text in named_texts(definition.options):
@@ -126,7 +130,7 @@ def _named_paths(models: Path, definition: Definition) -> Iterator[Path]:
 
 def _parts(path: Path) -> list[Path]:
     """Return the file with its shards and its sidecar file."""
-    suffix = _SIDECARS.get(path.suffix)
+    suffix = _SIDECAR_BY_SUFFIX.get(path.suffix)
     return [*sizes.shards(path), *([path.with_name(path.name + suffix)] if suffix else [])]
 
 

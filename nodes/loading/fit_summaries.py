@@ -1,4 +1,4 @@
-"""Summaries of the nodes that models fit on, for lists; same need and fleet as `load_explanation.node_fit`.
+"""Numbers of nodes that models fit on, for lists; need and fleet are those of `load_explanation.node_fit`.
 
 The number of queries is the same for any number of models, nodes and replicas.
 """
@@ -30,13 +30,16 @@ MAX_MODELS = 100
 
 @dataclass(frozen=True)
 class _Evictable:
-    """The replicas on nodes that lack memory, and the rules that protect replicas."""
+    """The replicas on nodes that lack memory, and the rules that protect them from eviction."""
 
     by_node: Mapping[UUID, Sequence[Resident]]
     rules: ProtectionRules
 
     def of(self, view: FleetView) -> list[Resident]:
-        """Return the replicas on nodes that lack memory and that the explanation of this view names."""
+        """Return the replicas on the nodes that lack memory in this view.
+
+        Only the nodes count that an explanation of the view names.
+        """
         return [
             resident
             for node, _ in nearest_by_memory(view)
@@ -46,7 +49,7 @@ class _Evictable:
 
 
 def read_summaries(model_names: Sequence[str], now: datetime) -> Row:
-    """Return on how many nodes each model fits; a model without a definition fits nowhere."""
+    """Return the number of nodes that each model fits on; 0 for a model without a definition."""
     needs = _needs_of(model_names)
     views = _read_views(needs)
     evictable = _read_evictable(views.values(), now)
@@ -70,7 +73,7 @@ async def _needs_of(model_names: Sequence[str]) -> dict[str, LoadNeeds]:
 
 
 def _read_views(needs: dict[str, LoadNeeds]) -> dict[str, FleetView]:
-    """Return, for each model, the fleet as input of its decision."""
+    """Return, for each model, the fleet as its decision would see it."""
     selectors = fleet_queries.selectors_of(needs)
     questions = [FleetQuestion(name, wanted.conflicts) for name, wanted in needs.items()]
     fleets = fleet_cache.read_fleets(questions)

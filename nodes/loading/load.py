@@ -55,13 +55,13 @@ from operations.models import TERMINAL, Operation, Status
 
 log = logging.getLogger(__name__)
 
-_INSTALL_POLL = 2.0
-_SLOT_POLL = 2.0
-_WAITS_FOR_OTHER_REPLICA = "waits for another replica of the model that is being loaded"
+_INSTALL_POLL_SECONDS = 2.0
+_SLOT_POLL_SECONDS = 2.0
+_WAITS_FOR_OTHER_REPLICA_REASON = "waits for another replica of the model that is being loaded"
 _PROGRESS_INSTALLED = 0.9
-"""Progress (0 to 1) of a load with its backend installed and no files to send."""
+"""Progress (0 to 1) of a load whose backend is installed and that has no files to send."""
 _PROGRESS_INSTALLED_BEFORE_FILES = 0.45
-"""Progress (0 to 1) of a load with its backend installed whose files may follow."""
+"""Progress (0 to 1) of a load whose backend is installed and that may have files to send."""
 
 
 class LoadModel:
@@ -98,8 +98,8 @@ class LoadModel:
                 load_attempts.record_without_slot,
                 work.id,
                 Cause.ON_ITS_WAY,
-                _WAITS_FOR_OTHER_REPLICA,
-                seconds=_SLOT_POLL,
+                _WAITS_FOR_OTHER_REPLICA_REASON,
+                seconds=_SLOT_POLL_SECONDS,
             )
         replaced = request.replaces
         if (
@@ -125,7 +125,7 @@ class LoadModel:
         return result
 
     async def _run(self, attempt: Attempt) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
-        """Load the engine; return its address, its options, and result fields on missing optional files."""
+        """Load the model; return the engine's address, its options, and result fields on missing files."""
         await self._ensure_backend(attempt)
         options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
         options |= attempt.slot.options
@@ -155,10 +155,10 @@ class LoadModel:
             raise Postpone(f"the installation of {backend} was cancelled", seconds=1.0)
 
     async def _follow_install(self, attempt: Attempt, child: UUID) -> Operation:
-        """Copy the installation's progress to the load until the installation has ended; return its row.
+        """Show the installation's progress as the load's until the installation has ended; return its row.
 
-        Raises WorkerGone if the installation must wait for its worker: the installation continues without the
-        load, and the load tries another node.
+        Raises WorkerGone if the installation must wait for its worker: it continues without the load, and the
+        load tries another node.
         """
         message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
         fraction = _PROGRESS_INSTALLED_BEFORE_FILES if attempt.payload else _PROGRESS_INSTALLED
@@ -179,7 +179,7 @@ class LoadModel:
                     )
                     attempt.work.progress(figures)
                     await attempt.deadline.extend_on_progress(state.current_bytes)
-                await watch.changed(timeout=_INSTALL_POLL)
+                await watch.changed(timeout=_INSTALL_POLL_SECONDS)
         return state
 
     async def _start_engine(self, attempt: Attempt) -> dial_targets.Contact:
@@ -204,7 +204,7 @@ class LoadModel:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
         try:
             engine = await in_thread(
-                dial_targets.accept, attempt.slot.node_id, reply.address, now=clock.now()
+                dial_targets.accept_replied_address, attempt.slot.node_id, reply.address, now=clock.now()
             )
         except dial_targets.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
@@ -251,7 +251,7 @@ class LoadModel:
 async def _publish(
     attempt: Attempt, address: str, options: Mapping[str, Any], without: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Turn the engine into a replica; return the result of the load. Raise Postpone if the slot was lost."""
+    """Turn the slot into a serving replica; return the load's result. Raise Postpone if the slot was lost."""
     result = {
         "node": attempt.slot.node_name,
         "address": address,
@@ -297,7 +297,7 @@ async def _list_backends(attempt: Attempt) -> messages.ListReply:
 async def _start_process(
     attempt: Attempt, request: messages.InstallRequest, offered: node_commands.GalleryOffer
 ) -> messages.InstallReply:
-    """Start the engine; wait for the reply while the worker is connected and the load is needed."""
+    """Start the engine, and wait for the reply while the worker is connected and the load is needed."""
     backend = attempt.definition.backend
     while True:
         # Before each send: until the last one is answered, it may still reach the worker.
@@ -323,7 +323,7 @@ async def _start_process(
 
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
-    """Report the reason for the wait. Raise Abandoned if the load's deadline has passed."""
+    """Report why the load waits. Raise Abandoned if the load's deadline has passed."""
     if end := load_attempts.end_if_not_needed(
         await in_thread(Operation.objects.get, pk=attempt.work.id), reason
     ):
@@ -332,7 +332,7 @@ async def _keep_waiting(attempt: Attempt, reason: str) -> None:
 
 
 async def _give_up(attempt: Attempt) -> None:
-    """Free the slot. If the attempt still owns the slot and may have an engine, stop the engine.
+    """Free the slot. If the attempt still owns it and may have started an engine, stop that engine.
 
     No other load uses the process key before a controller has confirmed the end of this engine.
     """
@@ -356,7 +356,7 @@ def _admit_installation(attempt: Attempt) -> UUID:
 async def _wait_until_slot_lost(attempt: Attempt) -> NoReturn:
     """Wait until the attempt has lost its slot, then raise WorkerGone."""
     while True:
-        await asyncio.sleep(_SLOT_POLL)
+        await asyncio.sleep(_SLOT_POLL_SECONDS)
         with contextlib.suppress(DatabaseError):
             if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.work.attempt):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")
@@ -373,19 +373,19 @@ def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
 
 
 _GIB = 2**30
-_DEFAULT_BATCHES = (512, 2048)
-"""Default batch sizes; only a default may be changed, any other value was configured."""
-_DEFAULT_CONTEXT = 4096
+_DEFAULT_BATCH_SIZES = (512, 2048)
+"""Batch sizes that may be changed; any other value was configured."""
+_DEFAULT_CONTEXT_TOKENS = 4096
 _SCRATCH_BYTES_PER_TOKEN = 1536 * 16
 """Bytes per token of context that the larger batch allocates."""
-_MIN_GENERATION = 12
+_MIN_GPU_GENERATION = 12
 _PARALLEL_BY_MEMORY = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
-"""Minimum usable memory in bytes, with the number of parallel requests; the first match applies."""
+"""Pairs of usable memory in bytes and the number of parallel requests; the first pair that fits applies."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts about a node that determine tuned options."""
+    """The facts about a node from which options are tuned."""
 
     total_vram: int = 0
     """Bytes of VRAM; 0 = unknown."""
@@ -406,13 +406,15 @@ class Machine:
 
 
 def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
-    """Return the options for this machine; configured values are unchanged."""
+    """Return the options tuned to this machine; configured values stay."""
     result = dict(options)
     roomy = (
-        0 < (options.get("ContextSize") or _DEFAULT_CONTEXT) * _SCRATCH_BYTES_PER_TOKEN <= machine.usable // 4
+        0
+        < (options.get("ContextSize") or _DEFAULT_CONTEXT_TOKENS) * _SCRATCH_BYTES_PER_TOKEN
+        <= machine.usable // 4
     )
-    if result.get("NBatch") in _DEFAULT_BATCHES:
-        result["NBatch"] = 2048 if roomy and machine.generation >= _MIN_GENERATION else 512
+    if result.get("NBatch") in _DEFAULT_BATCH_SIZES:
+        result["NBatch"] = 2048 if roomy and machine.generation >= _MIN_GPU_GENERATION else 512
     extra = list(result.get("Options") or ())
     is_configured = any(
         str(option).partition(":")[0].strip() in ("parallel", "n_parallel") for option in extra
@@ -424,7 +426,7 @@ def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> 
 
 
 def fingerprint(options: Mapping[str, Any]) -> str:
-    """Return the SHA-256 (hex) of an engine's options."""
+    """Return the SHA-256 (hex) of an engine's load options."""
     content = json.dumps(options, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -433,20 +435,20 @@ _MIB = 2**20
 
 
 def reserved_gpus(slot: Slot) -> tuple[str, ...]:
-    """Return the ids of the GPUs that the engine may see; () = all GPUs."""
+    """Return the ids of the GPUs that the slot has reserved; () means that the engine may see all GPUs."""
     return tuple(gpu.id for gpu in slot.gpus)
 
 
 def check_gpus(reply: InstallReply, slot: Slot) -> None:
-    """Raise NodeRefused if the engine sees other GPUs than its slot has reserved."""
+    """Raise NodeRefused if the engine reports other GPUs than its slot has reserved."""
     if slot.gpus and reply.gpus != reserved_gpus(slot):
         raise NodeRefused(f"its worker did not start it on the GPUs chosen there ({len(slot.gpus)})")
 
 
 def with_gpu_split(options: Mapping[str, Any], slot: Slot) -> Mapping[str, Any]:
-    """Return the options of `LoadModel`, with the split of an engine over several GPUs.
+    """Return the options of `LoadModel` with the shares of an engine that is split over several GPUs.
 
-    Without a given split the engine would split by the currently free memory, which may be reserved for
+    Without given shares the engine would split by the currently free memory, which may be reserved for
     another load.
     """
     if len(slot.gpus) < 2:

@@ -1,4 +1,4 @@
-"""One attempt of a load, its failures, and what follows without a replica: a retry, or the end of the load.
+"""One attempt of a load, its failures, and what follows a failure: a retry, or the end of the load.
 
 Each failure is recorded before the retry or the end takes effect. The record compares no nodes; it has the
 cause, how often the cause has occurred, and whether the load is still needed.
@@ -33,13 +33,14 @@ from operations.ledger.progress import Tick
 from operations.models import Operation
 
 MAX_NODES = 3
+"""Maximum number of nodes that may refuse one load."""
 MAX_ENGINE_DEATHS = 3
-"""Maximum number of engines that may die during one load; the operation counts them."""
-_REFUSALS = "refusals"
+"""Maximum number of engines that may die during one load."""
+_REFUSALS_KEY = "refusals"
 
 
 class Cause(StrEnum):
-    """The reason why an attempt ended without a replica, or could not begin."""
+    """Why an attempt ended without a replica, or could not begin."""
 
     WORKER_GONE = "worker_gone"
     ENGINE_DIED = "engine_died"
@@ -51,18 +52,19 @@ class Cause(StrEnum):
     UNDEFINED = "undefined"
 
 
-_MAX_ATTEMPTS = {
+_MAX_ATTEMPTS_BY_CAUSE = {
     Cause.ENGINE_DIED: MAX_ENGINE_DEATHS,
     Cause.NODE_REFUSED: MAX_NODES,
     Cause.FAILED: 1,
     Cause.UNDEFINED: 1,
 }
-"""By cause: the number of failures that ends the load. Other causes end only loads that are not needed."""
+"""Number of failures by this cause that ends the load. A failure by any other cause ends only a load that
+nobody needs."""
 
 
 def is_last(cause: Cause, times: int) -> bool:
-    """Return True if the load ends after this cause has occurred `times` times."""
-    return cause in _MAX_ATTEMPTS and times >= _MAX_ATTEMPTS[cause]
+    """Return True if the load ends when this cause has occurred `times` times."""
+    return cause in _MAX_ATTEMPTS_BY_CAUSE and times >= _MAX_ATTEMPTS_BY_CAUSE[cause]
 
 
 class LoadFailed(errors.Unavailable):
@@ -73,13 +75,13 @@ class LoadFailed(errors.Unavailable):
 
 
 class NodeRefused(LoadFailed):
-    """This node could not load it; another one may."""
+    """This node could not load the model, but another node may."""
 
     message = "This node could not load it; another one may."
 
 
 class WorkerGone(errors.Unavailable):
-    """The attempt's worker is gone, or its place on it."""
+    """The attempt's worker does not answer, or the attempt has lost its slot on the node."""
 
     message = "The attempt's worker is gone, or its place on it."
     code = "worker_gone"
@@ -87,7 +89,7 @@ class WorkerGone(errors.Unavailable):
 
 @dataclass(frozen=True)
 class NodeReason:
-    """A node that could not load the model, and the reason."""
+    """A node that could not load the model, with the reason."""
 
     node_id: UUID
     node_name: str
@@ -96,13 +98,13 @@ class NodeReason:
 
 def refusals(payload: Mapping[str, Any]) -> list[NodeReason]:
     """Return the refusals in an operation's payload, in the order of the attempts."""
-    return [NodeReason(UUID(id), name, reason) for id, name, reason in payload.get(_REFUSALS, ())]
+    return [NodeReason(UUID(id), name, reason) for id, name, reason in payload.get(_REFUSALS_KEY, ())]
 
 
 def with_refusal(payload: Mapping[str, Any], refusal: NodeReason) -> dict[str, Any]:
     """Return a copy of the payload with one more refusal."""
     rows = [[str(row.node_id), row.node_name, row.reason] for row in [*refusals(payload), refusal]]
-    return {**payload, _REFUSALS: rows}
+    return {**payload, _REFUSALS_KEY: rows}
 
 
 def refusals_error(payload: Mapping[str, Any]) -> LoadFailed:
@@ -119,7 +121,7 @@ _RECORDED_ERRORS = (WorkerGone, Lost, Refused, Busy, LoadFailed, Abandoned, Post
 
 @dataclass(frozen=True)
 class PendingEviction:
-    """The replicas that must stop before the engine starts, and the sentence for the operation."""
+    """The replicas that must stop before the engine starts, and a sentence about them for the operation."""
 
     replicas: tuple[UUID, ...]
     why: str
@@ -136,14 +138,14 @@ class Attempt:
     slot: Slot
     worker: Worker
     backoffs: NodeBackoffs
-    """Back-offs of the nodes that have failed this load or did not answer."""
+    """Back-offs of the nodes that have failed this load or have not answered it."""
     why: str
-    """The reason why this slot was chosen."""
+    """Why placement chose this slot."""
     deadline: ProgressDeadline
     payload: int = 0
     """Bytes of the model's files; 0 = unknown."""
     listed: messages.ListReply | None = None
-    """The worker's list of backends, if the worker has sent it since the slot was free."""
+    """The worker's list of backends; None if it is older than the moment when the slot became free."""
     eviction: PendingEviction | None = None
     """The replicas that must stop on the node first; None if no replica must stop."""
 
@@ -157,13 +159,13 @@ class Attempt:
         return Tick(phase, message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures)
 
     async def report(self, phase: str, message: str, *, time_limit: float | None = None) -> None:
-        """Report the next step and its limit in seconds; raise LeaseLost if the lease is lost."""
+        """Report the next step, with its time limit in seconds; raise LeaseLost if the lease is lost."""
         limit_at = None if time_limit is None else clock.now() + timedelta(seconds=time_limit)
         await self.work.report(self.tick(phase, message, time_limit_at=limit_at))
 
 
 def after_error(attempt: Attempt, error: Exception) -> Exception:
-    """Record the error, and return the exception that ends the attempt; return a defect unchanged."""
+    """Record the error and return the exception that ends the attempt. A defect is returned unchanged."""
     if not isinstance(error, _RECORDED_ERRORS):
         return error
     # Refresh: requests that came while the attempt ran have moved the load's deadline.
@@ -186,7 +188,7 @@ def after_error(attempt: Attempt, error: Exception) -> Exception:
 def record_without_slot(
     load: UUID, cause: Cause, reason: str, *, seconds: float, waiting: bool = True
 ) -> Exception:
-    """Record that a load cannot take a slot yet, and return the exception that postpones or ends it."""
+    """Record that a load gets no slot now; return the exception that postpones or ends the load."""
     operation = Operation.objects.get(pk=load)
     outcome = retry_or_end(operation, reason, seconds=seconds, waiting=waiting)
     _record(operation, cause, outcome)
@@ -194,7 +196,7 @@ def record_without_slot(
 
 
 def record_undefined(load: UUID) -> errors.NotFound:
-    """Record that the load's model has no definition, and return the error that ends the load."""
+    """Record that the model has no definition; return the error that ends the load."""
     operation = Operation.objects.get(pk=load)
     outcome = errors.NotFound(f"model {operation.element} is not defined")
     _record(operation, Cause.UNDEFINED, outcome)
@@ -224,7 +226,7 @@ def _count_occurrences(payload: Mapping[str, Any], cause: Cause) -> int:
 
 
 def replay_outcome(facts: Mapping[str, Any]) -> DecisionOutcome:
-    """Return the outcome, a retry or the end of the load, according to the facts of a record."""
+    """Return the outcome that follows from the facts of a record: a retry, or the end of the load."""
     ends = facts["over"] or is_last(Cause(facts["cause"]), facts["times"])
     return DecisionOutcome.REFUSED if ends else DecisionOutcome.WAITING
 
@@ -274,7 +276,7 @@ def retry_or_end(
 
 
 def end_if_not_needed(operation: Operation, reason: str) -> Abandoned | None:
-    """Return the end of a load that is no longer needed, with `reason`; None while it is needed."""
+    """Return the exception that ends a load which is no longer needed; None while it is needed."""
     if operation.needed_until is None or operation.needed_until > clock.now():
         return None
     request = request_of(operation)

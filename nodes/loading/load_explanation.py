@@ -3,8 +3,8 @@
 `explain_model` reads rows and the definition; `node_fit` returns the reason for each node, by the functions
 that placement uses; `plan` is a dry run with hypothetical nodes. The number of queries is the same for any
 number of nodes, replicas and records. `replay` repeats a stored decision from rows alone: the record, and the
-log of the snapshot that the decision used (I14). If the replayed decision differs from the record, the
-decision depended on something that the rows do not have.
+snapshot that the decision used (I14). If the replayed decision differs from the record, the decision depended
+on something that the rows do not have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ class NewNodes:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The request of a plan: a model, or only a need; the number of replicas; and the added nodes."""
+    """The question of a plan: a model, or only its need; the number of replicas; and nodes to add."""
 
     need: Need
     model: str = ""
@@ -88,7 +88,7 @@ class PlanRequest:
 
 
 def need_for(vram: int, disk: int) -> Need:
-    """Return a need in bytes. The settings decide which part is required (R2.32, R2.39)."""
+    """Return a need of these bytes. The settings decide which part is required (R2.32, R2.39)."""
     checks_disk = conf.cluster().disk_headroom_check
     return load_request.under_policy(
         Need(vram, disk=disk, disk_required=checks_disk, files=disk, source="stated")
@@ -96,7 +96,7 @@ def need_for(vram: int, disk: int) -> Need:
 
 
 def plan(question: PlanRequest, now: datetime) -> Row:
-    """Return the decision for each replica; each decision assumes the earlier replicas."""
+    """Return a decision for each replica, which assumes that all earlier replicas were placed."""
     snapshot = read_plan_snapshot(question, now)
     occupants = snapshot.occupants
     explanations = simulate_placements(snapshot.question, [None] * question.replicas, occupants)
@@ -114,7 +114,7 @@ def plan(question: PlanRequest, now: datetime) -> Row:
 
 
 def _read_memory(model_name: str, view: FleetView, now: datetime) -> Row:
-    """Return which nodes have the memory. At most three queries."""
+    """Return the memory of the nodes compared with the need of the model. At most three queries."""
     lacking = [node.id for node, _ in nearest_by_memory(view) if not has_memory(node, view.need)]
     residents = eviction.residents(lacking, now=now)
     return memory(explain_memory(view, residents, eviction.guard(model_name, residents, now=now)))
@@ -122,7 +122,7 @@ def _read_memory(model_name: str, view: FleetView, now: datetime) -> Row:
 
 @dataclass(frozen=True)
 class PlanSnapshot:
-    """The current fleet with the nodes that a plan adds."""
+    """The current fleet together with the nodes that a plan adds."""
 
     question: LoadQuestion
     occupants: EvictionCandidates
@@ -207,7 +207,7 @@ async def needs_of(model_name: str) -> LoadNeeds | None:
 
 @async_to_sync
 async def needs_of_definition(definition: Definition) -> LoadNeeds:
-    """Return the needs and conflicts of a replica by this definition, which may not be in force."""
+    """Return the needs and conflicts of a replica with this definition, which need not be in force."""
     return await read_needs(folder(), definition)
 
 
@@ -251,7 +251,7 @@ def _describe_action(
 
 
 def _read_operations(model_name: str, now: datetime) -> tuple[Operation | None, Operation | None]:
-    """Return the operation that a new request would join or wait for, and its immediate failure, if any."""
+    """Return the operation that a new request would join or wait for, and its immediate failure."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     active = Q(status__in=(Status.PENDING, Status.PROCESSING, Status.WAITING))
     failed = Q(kind=KIND, status=Status.FAILED, dismissed_at=None, finished_at__gt=since)
@@ -265,7 +265,7 @@ def _read_operations(model_name: str, now: datetime) -> tuple[Operation | None, 
 
 
 def _find_next_pick(model_name: str) -> str | None:
-    """Return the id of the replica that the next pick chooses: the order of `statements.EXCHANGE` (R1.78)."""
+    """Return the id of the replica that the next pick would choose, as `statements.EXCHANGE` does (R1.78)."""
     serving = NodeModel.objects.of(model_name).reached().filter(node__node_type="backend")
     ranked = serving.order_by("in_flight", "last_used", "-node__available_vram", "id")
     replica_id = ranked.values_list("id", flat=True).first()
@@ -273,7 +273,7 @@ def _find_next_pick(model_name: str) -> str | None:
 
 
 def _decide_now(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tuple[Explanation, Row]:
-    """Return the current decision of a load, and which nodes have the memory.
+    """Return the decision that a load would get now, and the memory of the nodes.
 
     An active load's request and back-offs are used; without an active load, those of a new inference request.
     """
@@ -290,7 +290,7 @@ def _decide_now(wanted: LoadNeeds, load: Operation | None, now: datetime) -> tup
 
 
 def node_fit(model_name: str) -> Row:
-    """Return the nodes that fit one more replica; raise NotFound for a model that is not defined.
+    """Return which nodes fit one more replica of the model; raise NotFound if it is not defined.
 
     The number of queries is the same for any number of nodes.
     """
@@ -301,7 +301,7 @@ def node_fit(model_name: str) -> Row:
 
 
 def fit_of(wanted: LoadNeeds) -> Row:
-    """Return the nodes that fit one more replica with these needs, and the node that would be chosen."""
+    """Return which nodes fit one more replica with these needs, and which one would be chosen."""
     model_name = wanted.definition.name
     selector = fleet_queries.selectors_of([model_name])[model_name]
     fleet = fleet_cache.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
@@ -325,7 +325,7 @@ def fit_of(wanted: LoadNeeds) -> Row:
 
 @dataclass(frozen=True)
 class ReplayedDecision:
-    """The part of a decision that is compared with its record."""
+    """The part of a decision that a replay compares with the record."""
 
     outcome: str
     reason: str

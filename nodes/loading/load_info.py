@@ -1,4 +1,4 @@
-"""The needs of a model and its last load, independent of replicas' rows and nodes: `ModelLoadInfo`.
+"""The needs of a model and its last load (`ModelLoadInfo`), which outlive the rows of replicas and nodes.
 
 After each load its controller requests a measurement of the engine from the worker. A stock worker does not
 measure; then a pass compares the node's readings before and after the load, if the engine had its GPUs alone.
@@ -46,16 +46,16 @@ MEASUREMENT_TIMEOUT = 3.0
 SETTLE_TIME = timedelta(seconds=2)
 """Time after a load until a reading includes all of its memory: clocks differ, and readings take time."""
 MAX_PARALLEL = 50
-"""Maximum readings that one pass stores, each in its own transaction."""
+"""Maximum number of readings that one pass stores, each in its own transaction."""
 MAX_KEYS = 8
-"""Maximum combinations of definition, build and device whose readings are kept per model; latest first."""
-_BUILD = Coalesce(NullIf("digest", Value("")), NullIf("version", Value("")), "uri")
-_DEVICE = Case(When(node__total_vram=0, then=Value("cpu")), default=F("node__gpu_vendor"))
-_READING_KEY = JSONObject(build=_BUILD, device=_DEVICE)
+"""Maximum combinations of definition, build and device for which a model keeps readings; the latest stay."""
+_BUILD_EXPRESSION = Coalesce(NullIf("digest", Value("")), NullIf("version", Value("")), "uri")
+_DEVICE_EXPRESSION = Case(When(node__total_vram=0, then=Value("cpu")), default=F("node__gpu_vendor"))
+_READING_KEY_EXPRESSION = JSONObject(build=_BUILD_EXPRESSION, device=_DEVICE_EXPRESSION)
 
 
 def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
-    """Return the columns of a row that store the definition of a load."""
+    """Return the columns that store this definition as that of the model's last load."""
     stored: dict[str, Any] = {}
     with suppress(UnicodeEncodeError):  # lone surrogates; nor does PostgreSQL store NUL
         content = msgspec.json.encode(definition)
@@ -64,7 +64,7 @@ def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
 
 
 async def find_definition(models: Folder, name: str) -> Definition | None:
-    """Return the model's definition; while the file or folder is unreadable, the definition of its last load.
+    """Return the model's definition; while it is unreadable, the definition of the model's last load.
 
     Raises FolderUnresponsive if there is neither and the folder does not respond.
     """
@@ -80,9 +80,9 @@ async def find_definition(models: Folder, name: str) -> Definition | None:
 
 
 async def find_definitions(models: Folder, model_names: Collection[str]) -> dict[str, Definition]:
-    """Return the definitions of these models, like `find_definition`; omit undefined ones. At most one query.
+    """Return the definitions of these models, as `find_definition` does; undefined models are left out.
 
-    Raises FolderUnresponsive before the folder was read for the first time.
+    At most one query. Raises FolderUnresponsive before the folder was read for the first time.
     """
     definitions = {definition.name: definition for definition in await models.all()}
     if not definitions.keys() >= set(model_names):  # one may have been added a moment ago
@@ -102,7 +102,7 @@ def _last_definition(name: str, unreadable: frozenset[str] | None) -> Definition
 
 
 def revisions_of_unreadable(unreadable: frozenset[str] | None) -> dict[str, str]:
-    """Return the revisions of models whose definitions are unreadable; None = all files. One query."""
+    """Return the last loaded revisions of models whose definitions are unreadable; None = all. One query."""
     if unreadable == frozenset():
         return {}
     definitions = _read_definitions(ModelLoadInfo.objects.all(), unreadable)
@@ -124,11 +124,11 @@ def _read_definitions(infos: Any, unreadable: frozenset[str] | None) -> Iterable
 
 
 def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, now: datetime) -> int:
-    """Withdraw the records of models whose definition is deleted or disabled; return their number.
+    """Withdraw the stored last loads of models whose definition is deleted or disabled; return their number.
 
-    A withdrawn record is restored when the definition of its load exists again and is enabled. `defined` are
-    the usable definitions. Nothing is withdrawn while the folder cannot be read (`unreadable` is None). The
-    number of queries is constant.
+    A withdrawn one is restored when the definition exists again and is enabled. `defined` are the usable
+    definitions. Nothing is withdrawn while the folder cannot be read (`unreadable` is None). The number of
+    queries is constant.
     """
     if unreadable is None:
         return 0
@@ -147,23 +147,28 @@ def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, n
 
 
 def readings_of(definition: Definition) -> list[EngineReading]:
-    """Return the readings of a definition for builds and devices that nodes with VRAM have. One query."""
+    """Return the readings of a definition, for builds and devices that nodes with VRAM have. One query."""
     installed = NodeBackend.objects.named(definition.backend).filter(node__total_vram__gt=0)
     infos = ModelLoadInfo.objects.filter(
         model_name=definition.name, memory__contains=[{"revision": definition.revision}]
     )
-    row = infos.values_list("memory", ArraySubquery(installed.values_list(_READING_KEY).distinct())).first()
+    row = infos.values_list(
+        "memory", ArraySubquery(installed.values_list(_READING_KEY_EXPRESSION).distinct())
+    ).first()
     return [] if row is None else _matching_readings(definition, *row)
 
 
 def readings_by_model(definitions: Sequence[Definition]) -> dict[str, list[EngineReading]]:
-    """Return the readings of each model by its name, like `readings_of`. Two queries for any number."""
+    """Return the readings of each definition by model name, like `readings_of`.
+
+    Two queries for any number.
+    """
     model_names = [definition.name for definition in definitions]
     infos = ModelLoadInfo.objects.filter(model_name__in=model_names)
     memory = dict(infos.values_list("model_name", "memory"))
     keys: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
     installed = NodeBackend.objects.filter(node__total_vram__gt=0).order_by()
-    for name, alias, key in installed.values_list("name", "alias", _READING_KEY).distinct():
+    for name, alias, key in installed.values_list("name", "alias", _READING_KEY_EXPRESSION).distinct():
         for backend in {name.upper(), alias.upper()}:
             keys[backend].append(key)
     return {
@@ -188,7 +193,7 @@ def _matching_readings(
 
 
 async def learn(attempt: Attempt) -> None:
-    """Request a measurement of a newly serving engine from its worker; a failure loses only this reading."""
+    """Ask the worker to measure an engine that has just begun to serve; a failure loses only this reading."""
     try:
         outcome = await attempt.worker.running(attempt.process_key, MEASUREMENT_TIMEOUT)
         if isinstance(outcome, Unreadable):
@@ -223,9 +228,9 @@ def store_report(replica_id: UUID, engine: RunningModel, *, now: datetime) -> bo
 
 
 def learn_from_readings(*, now: datetime) -> int:
-    """Store the memory that engines took of GPUs which they had alone; return the number of engines.
+    """Store the memory of engines that had their GPUs alone, from their nodes' readings; return their number.
 
-    The engines that were loaded first come first. Engines above the limit are processed by the next pass.
+    Engines that were loaded first come first. Engines above the limit are left to the next pass.
     """
     ready = _unmeasured_replicas().filter(
         vram_alone=True, node__vram_read_at__gte=F("loaded_at") + SETTLE_TIME
@@ -246,7 +251,7 @@ def _store_reading(row: NodeModel, size: int, *, own: bool, now: datetime) -> bo
     A worker's report without a size leaves the replica unmeasured, so a later reading can still be added.
     """
     installed = NodeBackend.objects.named(row.backend_type).filter(node=row.node)
-    key = installed.order_by("is_meta", "name").values_list(_READING_KEY, flat=True).first()
+    key = installed.order_by("is_meta", "name").values_list(_READING_KEY_EXPRESSION, flat=True).first()
     if own and (size <= 0 or key is None):
         return False
     with committed("load.learn"):

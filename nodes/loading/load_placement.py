@@ -60,26 +60,26 @@ from operations.models import Operation, OperationTarget, TargetStatus
 
 log = logging.getLogger(__name__)
 
-_NODE_POLL = 5.0
-_BUS_POLL = 1.0
+_NODE_POLL_SECONDS = 5.0
+_BUS_POLL_SECONDS = 1.0
 ANSWER_WITHIN = 3.0
-"""Seconds within which a contacted worker must answer."""
+"""Seconds that a contacted worker may take to answer."""
 CONTACTS_AT_ONCE = 16
 """Maximum number of nodes that are contacted at the same time."""
 EVICTION_POLL = 0.5
 _REFUSAL_LIFETIME = timedelta(minutes=10)
-"""Time for which a failed installation of a backend ranks its node last."""
-_NO_BUS = "this controller is not connected to the message bus"
+"""Time for which a node ranks last because the installation of the backend failed there."""
+_NO_BUS_REASON = "this controller is not connected to the message bus"
 
 
 @dataclass(frozen=True)
 class ContactResult:
-    """The best node that answered, if any, and the better nodes that did not answer."""
+    """The best node whose worker answered, if any, and the better nodes whose workers did not."""
 
     node: Candidate | None
     silent: frozenset[UUID]
     listed: ListReply | None = None
-    """The backends of the node; None if its worker could not list them."""
+    """The backends that the worker listed; None if it could not list them."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def decide(
     excluded_nodes: Set[UUID],
     refusing_nodes: Set[UUID],
 ) -> tuple[LoadQuestion, Decision]:
-    """Return the question for a replica, from the current rows, and the decision on the best node.
+    """Read the rows and decide on the best node for a replica; return the question and the decision.
 
     A node that has recently failed to install the backend ranks last, like a node that has failed the load.
     """
@@ -202,7 +202,7 @@ def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
 def _reserve(
     work: Work, wanted: LoadNeeds, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Slot | NoSlot:
-    """Reserve the slot of the decision. Store its snapshot first, outside of the slot's transaction."""
+    """Reserve the slot that was decided on. The snapshot is stored first, in a transaction of its own."""
     assert explanation.node is not None
     now, definition, layers = clock.now(), wanted.definition, explanation.gpu_layers
     snapshot_ref = decision_log.store_snapshot(
@@ -236,8 +236,8 @@ async def _contact_workers(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> 
             load_attempts.record_without_slot,
             work.id,
             Cause.NO_BUS,
-            _NO_BUS,
-            seconds=_BUS_POLL,
+            _NO_BUS_REASON,
+            seconds=_BUS_POLL_SECONDS,
             waiting=False,
         ) from None
 
@@ -245,7 +245,7 @@ async def _contact_workers(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> 
 async def _record_without_node(
     work: Work, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Exception:
-    """Record the decision, and return the exception with the same sentence that ends this attempt.
+    """Record the decision, and return the exception that ends this attempt with the same sentence.
 
     Recording comes first, so that every waiting load has a record. The payload of a waiting load contains its
     need, which determines when the load is woken; `LACKS_ROOM`, which makes the replica pass terminate the
@@ -253,7 +253,7 @@ async def _record_without_node(
     """
     backoffs = question.view.backoffs
     back_off = seconds_until_retry(backoffs, clock.now())
-    seconds = _NODE_POLL if back_off is None else min(back_off, _NODE_POLL)
+    seconds = _NODE_POLL_SECONDS if back_off is None else min(back_off, _NODE_POLL_SECONDS)
     turn = victims.turn if victims is not None else None
     if turn is not None and (until := (turn[1] - clock.now()).total_seconds()) > 0:
         seconds = min(seconds, until)
@@ -283,7 +283,7 @@ def _record(operation: Operation, explanation: Explanation, fleet_sections: Snap
 
 
 async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> ContactResult:
-    """Contact the first `CONTACTS_AT_ONCE` nodes, and return the best node that answers.
+    """Contact the workers of the first `CONTACTS_AT_ONCE` nodes, and return the best node that answers.
 
     Raises NotConnected when this process has lost the bus: missing answers then prove nothing about the
     nodes.
@@ -323,9 +323,10 @@ async def _contact_node(bus: Bus, node: Candidate) -> tuple[bool, ListReply | No
 def find_eviction(
     model_name: str, question: LoadQuestion, decision: Decision, created_at: datetime | None = None
 ) -> Eviction | None:
-    """Return the eviction for a load, without a node if none helps; None if no node lacks only memory.
+    """Return the eviction for a load; None if no node lacks only memory.
 
-    `created_at`: the time of the load's request, None = now. Older loads get freed memory first.
+    The result has no node if no eviction helps. `created_at`: the time of the load's request, None = now.
+    Older loads get freed memory first.
     """
     nodes, need = question.evictable_nodes(decision), question.view.need
     if not nodes:
@@ -348,7 +349,7 @@ def pending_eviction(victims: Eviction | None) -> PendingEviction | None:
 
 
 async def wait_until_evicted(attempt: Attempt, pending: PendingEviction) -> None:
-    """Wait until all replicas have stopped. Raise WorkerGone if a replica stays or serves again."""
+    """Wait until the evicted replicas have stopped. Raise WorkerGone if one of them stays or serves again."""
     deadline, node_name = clock.monotonic() + pending.seconds, attempt.slot.node_name
     await attempt.report("loading", pending.why)
     while remaining := await in_thread(_remaining_replicas, pending):

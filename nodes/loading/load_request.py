@@ -1,8 +1,9 @@
 """Requests of loads: the payload of the operation `model_load`, its creation, need and progress deadline.
 
-A load with a waiting request is needed as long as the request waits. A scale-up has no waiting request: it
-expires after the install and load limits (R2.24), or later while it makes progress, which means that bytes
-arrive or LoadModel runs. The row stores the deadline, so another controller continues with the same deadline.
+A load with a waiting request is needed as long as the request waits. A scale-up (the load of a further
+replica) has no waiting request: it expires after the install and load limits (R2.24), or later while it makes
+progress, which means that bytes arrive or LoadModel runs. The row stores the deadline, so another controller
+continues with the same deadline.
 """
 
 from collections import Counter, defaultdict
@@ -29,35 +30,35 @@ from operations.ledger.admission import Requester
 from operations.models import Operation, Status
 
 KIND = "model_load"
-"""The kind of the operation."""
+"""Kind of the operation that loads a model."""
 EXCLUDED_NODES = "besides"
 """Payload key: ids of the nodes that the load must not use."""
 ALLOWED_NODES = "only"
 """Payload key: ids of the nodes that the load may use; None or absent = all nodes."""
 SCALE_UP = "another"
-"""Payload key: True for one more replica."""
+"""Payload key: True if the load is for one more replica."""
 REASON = "reason"
 """Payload key: the reason for the scale-up."""
 REPLACES = "replaces"
 """Payload key: id of the replica that is terminated when the new one serves."""
 LACKS_ROOM = "lacks_room"
-"""Payload key: True if the memory that this load waits for is used by the replica that it replaces."""
+"""Payload key: True if the load waits for memory that the replica to replace uses."""
 TURN = "turn"
 """Payload key: the node whose memory this load gets when the replicas on it may be evicted."""
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The request of a load, as parsed from its operation's payload."""
+    """What a load is requested to do, as stored in its operation's payload."""
 
     is_scale_up: bool
-    """True for one more replica. Otherwise any serving replica satisfies the load."""
+    """True: load one more replica. False: any serving replica satisfies the load."""
     excluded_nodes: frozenset[UUID]
-    """Nodes whose replicas are about to stop."""
+    """Nodes that the load must not use, because their replicas are about to stop."""
     allowed_nodes: frozenset[UUID] | None
-    """None: all nodes."""
+    """Nodes that the load may use; None = all nodes."""
     reason: str
-    """The reason for the scale-up."""
+    """Why a further replica is needed."""
     replaces: UUID | None = None
     """The replica of an earlier definition that is terminated when the new replica serves."""
 
@@ -65,7 +66,7 @@ class LoadRequest:
 ANY_REPLICA_REQUEST = LoadRequest(
     is_scale_up=False, excluded_nodes=frozenset(), allowed_nodes=None, reason=""
 )
-"""The load of an inference request: any node, no scale-up."""
+"""The load for an inference request: one replica, on any node."""
 
 
 def request_of(operation: Operation) -> LoadRequest:
@@ -92,7 +93,7 @@ def initial_seconds() -> float:
 
 
 class ProgressDeadline:
-    """The progress deadline of one attempt; only the deadline of a scale-up changes."""
+    """The progress deadline of a load, as one attempt extends it. Only a scale-up has one."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -116,13 +117,13 @@ class ProgressDeadline:
 
 @dataclass(frozen=True)
 class ActiveLoads:
-    """The active loads of some models."""
+    """The active loads of some models: their numbers and restrictions."""
 
     counts: Mapping[str, int]
     waiting: Mapping[str, int]
-    """By model: the number of loads that wait."""
+    """By model: the number of its loads that wait."""
     pinned: Mapping[str, frozenset[UUID]]
-    """By model: the nodes that loads are restricted to."""
+    """By model: the nodes that its loads are restricted to."""
     replacing: Mapping[UUID, bool]
     """By replica that a load will replace: True if the load waits for the replica's memory."""
 
@@ -149,7 +150,7 @@ def request_scale_up(
 
 
 def request_replicas(model_name: str, count: int, *, node_id: UUID | None, by: Requester) -> list[Operation]:
-    """Create the loads that a user requests: `count` more replicas, on one node or on any; all or none.
+    """Create the loads of `count` further replicas that a user requests, on one node or any; all or none.
 
     Raises the same errors as `request_scale_up`.
     """
@@ -203,7 +204,7 @@ def active_loads(model_names: Collection[str]) -> ActiveLoads:
 
 
 def nodes_claimed_before(created_at: datetime, now: datetime) -> frozenset[UUID]:
-    """Return the nodes whose memory is claimed by older loads without a slot. One query."""
+    """Return the nodes whose memory goes first to older loads that have no slot yet. One query."""
     slot = NodeModel.objects.filter(owner_id=OuterRef("pk"), phase__in=LOADING_PHASES)
     needed = Q(needed_until__isnull=True) | Q(needed_until__gt=now)
     older = Operation.objects.active().filter(needed, ~Exists(slot), kind=KIND, created_at__lt=created_at)
@@ -211,13 +212,14 @@ def nodes_claimed_before(created_at: datetime, now: datetime) -> frozenset[UUID]
 
 
 NEEDED_FOR = timedelta(seconds=60)
-"""Time for which each call of `load_on_other_node` keeps the load needed."""
+"""Time for which one call of `load_on_other_node` keeps the load from being abandoned."""
 
 
 def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> Operation:
-    """Load the model on another node than `node_id`, whose replica is about to stop; join an active load.
+    """Load the model on a node other than `node_id`, whose replica is about to stop; return the load.
 
-    Raises Conflict while other work on the model is in progress.
+    `operation_id` is the load that an earlier call has returned, None for the first call. The load may be one
+    that was active already. Raises Conflict while other work on the model is in progress.
     """
     now = clock.now()
     if operation_id is None:
@@ -251,7 +253,7 @@ CARDS = "cards"
 def estimate_need(
     definition: Definition, files: ModelFiles, readings: Sequence[fit.EngineReading] = ()
 ) -> Need:
-    """Return the need of a load (R2.40, R2.37, D-FIT).
+    """Return what a replica of this definition needs (R2.40, R2.37, D-FIT).
 
     The memory is the first known of: what the definition states, the fraction of a GPU that the backend
     takes, the `readings` of its engines, and the estimate.
@@ -296,7 +298,7 @@ def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
 
 
 def need_from_payload(payload: Mapping[str, Any]) -> Need:
-    """Parse the need in an operation's payload; an empty need before the first placement."""
+    """Return the need in an operation's payload; an empty need before the first placement."""
     need = _need_of(
         payload.get(VRAM, 0),
         payload.get(DISK, 0),
@@ -307,7 +309,8 @@ def need_from_payload(payload: Mapping[str, Any]) -> Need:
 
 
 def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
-    """Return the need; the operator's settings decide whether a lack excludes a node (R2.32, R2.39)."""
+    """Return a need of these bytes; settings decide whether nodes without them are excluded (R2.32,
+    R2.39)."""
     settings = conf.cluster()
     disk, files = (0, 0) if settings.shared_models else (disk, files)  # R2.36
     need = Need(vram, disk=disk, disk_required=settings.disk_headroom_check, files=files, own_gpus=own_gpus)
@@ -315,6 +318,6 @@ def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
 
 
 def under_policy(need: Need) -> Need:
-    """Apply the operator's policy for memory to the need (R2.32)."""
+    """Return the need under the operator's policy for memory (R2.32)."""
     policy = conf.cluster().vram_policy
     return replace(need, vram_required=policy in ("fit", "require"), unknown_fits=policy == "fit")

@@ -1,4 +1,4 @@
-"""Encode the decision of a load as sections of the snapshot log, and decode it from them. Pure.
+"""Encode the input of a load's decision as sections of the snapshot log, and decode it. Pure.
 
 Node facts that are the same for all loads form one section. Node facts that depend on the model (indices in
 use, tested labels, concurrency groups, files) are sections of the model, and facts that depend on the load
@@ -23,7 +23,7 @@ from nodes.placement.evict import Eviction, Resident
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion
 
 _NO_END = datetime.max.replace(tzinfo=UTC)
-_FIELDS_PER_MODEL: Mapping[str, tuple[str, Any]] = {
+_SECTION_BY_MODEL_FIELD: Mapping[str, tuple[str, Any]] = {
     "used_indices": ("taken", ()),
     "labels": ("labels", ()),
     "conflicts": ("conflicts", ()),
@@ -31,10 +31,10 @@ _FIELDS_PER_MODEL: Mapping[str, tuple[str, Any]] = {
     "other_models_bytes": ("other_models", 0),
     "has_backend": ("has_backend", None),
 }
-"""Node fields that depend on the model: the name of their section, and the value for a missing row."""
-_NODE_FIELDS = tuple(field.name for field in fields(Candidate) if field.name not in _FIELDS_PER_MODEL)
+"""For each node field that depends on the model: the name of its section, and the value of a missing row."""
+_NODE_FIELDS = tuple(field.name for field in fields(Candidate) if field.name not in _SECTION_BY_MODEL_FIELD)
 _RESIDENT_FIELDS = tuple(field.name for field in fields(Resident))
-_node_values, _resident_values, _name = (
+_node_values, _resident_values, _get_name = (
     attrgetter(*_NODE_FIELDS),
     attrgetter(*_RESIDENT_FIELDS),
     attrgetter("name"),
@@ -43,12 +43,12 @@ _node_values, _resident_values, _name = (
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """The input of a load's decision, and the replicas that it could evict."""
+    """What a load's decision has read, and the replicas that it could have evicted."""
 
     question: LoadQuestion
     occupants: EvictionCandidates | None
     is_expired: bool
-    """True if no request needed the load."""
+    """True if no request needed the load any more."""
 
 
 def encode_load(
@@ -59,18 +59,18 @@ def encode_load(
     *,
     is_expired: bool = False,
 ) -> dict[str, Section]:
-    """Encode all facts that the decision of the load used; `load` is the load's id."""
+    """Encode all facts that the decision of a load used; `load` is the id of the load."""
     view = question.view
     all_nodes = not view.restricted
     result = {
         "columns": Section({"node": _NODE_FIELDS, "resident": _RESIDENT_FIELDS}, whole=False),
         # By name: hashing a thousand UUIDs costs more than comparing all the nodes' fields.
         "nodes": Section(
-            dict(zip(map(_name, view.nodes), map(_node_values, view.nodes), strict=True)), all_nodes
+            dict(zip(map(_get_name, view.nodes), map(_node_values, view.nodes), strict=True)), all_nodes
         ),
         f"load/{load}": Section(_encode_load_facts(question, eviction, is_expired)),
     }
-    for name, (section, _) in _FIELDS_PER_MODEL.items():
+    for name, (section, _) in _SECTION_BY_MODEL_FIELD.items():
         # A missing fact is only recorded where it may have existed before.
         rows = {
             node.name: value
@@ -90,7 +90,7 @@ def _encode_load_facts(question: LoadQuestion, eviction: Eviction | None, is_exp
         "selector": (selector.model, selector.labels),
         "setbacks": tuple((id, backoff.times) for id, backoff in view.backoffs.items() if id in node_ids),
         "resting": frozenset(map(str, view.backed_off & node_ids)),
-        "nodes": frozenset(map(_name, view.nodes)) if view.restricted else None,
+        "nodes": frozenset(map(_get_name, view.nodes)) if view.restricted else None,
         "refusing": frozenset(map(str, question.refusing)),
         "evicts": question.evicts,
         "fits_in_place": question.fits_by_replacement,
@@ -102,7 +102,7 @@ def _encode_load_facts(question: LoadQuestion, eviction: Eviction | None, is_exp
 
 
 def _encode_eviction(eviction: Eviction) -> dict[str, Section]:
-    """Encode the replicas on the considered nodes, and the protection rules of their models."""
+    """Encode the replicas on the nodes considered for an eviction, and the rules that protect them."""
     rules = eviction.guard
     if rules is None:
         return {}
@@ -119,7 +119,7 @@ def _encode_eviction(eviction: Eviction) -> dict[str, Section]:
 
 
 def decode_load(state: State, load: str, model: str) -> LoadSnapshot | None:
-    """Decode the facts of the load's decision; None if the state has no such decision."""
+    """Decode the facts of a load's decision; None if the state does not have them."""
     facts = state.get(f"load/{load}")
     if not facts:
         return None
@@ -142,7 +142,7 @@ def _decode_nodes(state: State, model: str, node_names: Iterable[str] | None) ->
     for node in rows if node_names is None else node_names:
         of_model = {
             name: state.get(f"{section}/{model}", {}).get(node, default)
-            for name, (section, default) in _FIELDS_PER_MODEL.items()
+            for name, (section, default) in _SECTION_BY_MODEL_FIELD.items()
         }
         yield dict(zip(columns, rows[node], strict=True)) | of_model
 

@@ -1,4 +1,4 @@
-"""Decisions of placement on the wire: recorded decisions, a decision of now, and decisions of a plan."""
+"""Decisions of placement on the wire: recorded decisions, current decisions, and decisions of a plan."""
 
 from dataclasses import replace
 
@@ -28,9 +28,9 @@ from nodes.placement.explain import MAX_VERDICTS, Explanation, MemoryExplanation
 from nodes.registry.shape import NODE_STATUS
 from nodes.replicas.shape import REPLICA_STATE
 
-_BYTES = {"type": "integer", "format": "int64"}
-_ALL_BYTES = {"type": "array", "items": _BYTES}
-_COUNTS = {"type": "array", "items": count()}
+_BYTES_SCHEMA = {"type": "integer", "format": "int64"}
+_BYTES_LIST_SCHEMA = {"type": "array", "items": _BYTES_SCHEMA}
+_COUNTS_SCHEMA = {"type": "array", "items": count()}
 OUTCOME = enum("PlacementOutcome", PlacementOutcome)
 KIND = enum("DecisionKind", DecisionKind)
 
@@ -38,12 +38,15 @@ NEED = Shape(
     "PlacementNeed",
     "What a replica needs of its node, in bytes; 0 means not known.",
     [
-        field("vram", _BYTES),
+        field("vram", _BYTES_SCHEMA),
         field("vram_required", FLAG, "Whether lack of it keeps a node out, or only ranks it lower."),
-        field("disk", _BYTES),
+        field("disk", _BYTES_SCHEMA),
         field("disk_required", FLAG),
         field(
-            "files", _BYTES, "The part of `disk` that is the model's files; 0 means not known.", optional=True
+            "files",
+            _BYTES_SCHEMA,
+            "The part of `disk` that is the model's files; 0 means not known.",
+            optional=True,
         ),
         field("own_gpus", FLAG, "Whether the definition says which GPUs it uses.", optional=True),
         field(
@@ -55,12 +58,15 @@ NEED = Shape(
         field("cards", count(), "Of how many cards it takes the share.", optional=True),
         field(
             "terms",
-            mapping_schema(_BYTES),
+            mapping_schema(_BYTES_SCHEMA),
             "The terms of `vram`: weights, context, buffers and so on. Absent in older records.",
             optional=True,
         ),
         field(
-            "by_gpu", mapping_schema(_BYTES), "The part of each GPU that the definition names.", optional=True
+            "by_gpu",
+            mapping_schema(_BYTES_SCHEMA),
+            "The part of each GPU that the definition names.",
+            optional=True,
         ),
         field(
             "source",
@@ -92,7 +98,7 @@ TERMS = Shape(
         field("gpus", count(1), "On how many GPUs it would be; fewest first.", optional=True),
         field("busy", FLAG, "Whether a replica is loaded there; idle nodes first."),
         field("in_flight", count(), "Requests on a busy node; fewest first."),
-        field("memory", _BYTES, "VRAM: free if `has_memory`, else available; most first."),
+        field("memory", _BYTES_SCHEMA, "VRAM: free if `has_memory`, else available; most first."),
         field(
             "lacks_backend",
             FLAG,
@@ -109,7 +115,10 @@ BEST = Shape(
         field("node", TEXT),
         field("replica_index", count()),
         field(
-            "gpus", _COUNTS, "The GPUs it would be on, by index; none if that is not known.", optional=True
+            "gpus",
+            _COUNTS_SCHEMA,
+            "The GPUs it would be on, by index; none if that is not known.",
+            optional=True,
         ),
         field("terms", TERMS.ref),
         field("against", TEXT, "Why this node comes after the best.", optional=True),
@@ -123,12 +132,12 @@ MISS = Shape(
         field("node", TEXT),
         field("code", TEXT),
         field("reason", TEXT),
-        field("free_vram", _BYTES, "Effectively free; negative if more is reserved than available."),
-        field("free_gpus", _ALL_BYTES, "The same on each GPU, by index.", optional=True),
-        field("available_disk", _BYTES),
-        field("total_disk", _BYTES, "0 if not reported."),
-        field("disk_quota", _BYTES, "For the files of models; 0: no limit.", optional=True),
-        field("quota_used", _BYTES, "What they take of it, with what loads bring.", optional=True),
+        field("free_vram", _BYTES_SCHEMA, "Effectively free; negative if more is reserved than available."),
+        field("free_gpus", _BYTES_LIST_SCHEMA, "The same on each GPU, by index.", optional=True),
+        field("available_disk", _BYTES_SCHEMA),
+        field("total_disk", _BYTES_SCHEMA, "0 if not reported."),
+        field("disk_quota", _BYTES_SCHEMA, "For the files of models; 0: no limit.", optional=True),
+        field("quota_used", _BYTES_SCHEMA, "What they take of it, with what loads bring.", optional=True),
         field("replicas", count(), "Of this model."),
         field("slots", count(), "How many of them it may have."),
         field("in_flight", count()),
@@ -140,11 +149,11 @@ EVICTED = Shape(
     [
         field("replica_id", UUID),
         field("replica", TEXT, "Model and index."),
-        field("vram", _BYTES, "What it is estimated to give back."),
+        field("vram", _BYTES_SCHEMA, "What it is estimated to give back."),
         field("last_used", TIME),
     ],
 )
-_FACTS: dict[str, Schema] = {
+_FACT_SCHEMAS: dict[str, Schema] = {
     "need": NEED.ref,
     "selector": TEXT,
     "nodes": NODES.ref,
@@ -153,18 +162,18 @@ _FACTS: dict[str, Schema] = {
     "misses": MISS.many,
     "evicts": EVICTED.many,
 }
-_DECISION = [
+_DECISION_FIELDS = [
     field("outcome", OUTCOME.ref),
     field("reason", TEXT, "What decided between the best and the second, or why no node was found."),
     field("node_id", UUID, "Null unless placed, as the two after it.", nullable=True),
     field("node", TEXT, nullable=True),
     field("replica_index", count(), nullable=True),
-    *(field(name, schema) for name, schema in _FACTS.items()),
+    *(field(name, schema) for name, schema in _FACT_SCHEMAS.items()),
 ]
-_COLUMNS: dict[str, Combinable] = {
+_RECORD_COLUMNS: dict[str, Combinable] = {
     "node_id": text("node_id"),
     "node": NullIf(F("node_name"), Value("")),
-    **{name: F(f"facts__{name}") for name in _FACTS},
+    **{name: F(f"facts__{name}") for name in _FACT_SCHEMAS},
 }
 NODE_MEMORY = Shape(
     "NodeMemory",
@@ -173,9 +182,9 @@ NODE_MEMORY = Shape(
         field("node_id", UUID),
         field("node", TEXT),
         field("verdict", {"type": "string", "enum": [verdict.value for verdict in MemoryVerdict]}),
-        field("needed", _BYTES, "0 means not known."),
-        field("usable", _BYTES, "What such a replica could have there."),
-        field("missing", _BYTES),
+        field("needed", _BYTES_SCHEMA, "0 means not known."),
+        field("usable", _BYTES_SCHEMA, "What such a replica could have there."),
+        field("missing", _BYTES_SCHEMA),
         field("context", count(), "The largest smaller context that fits, in tokens; 0: none."),
         field("unload", TEXTS, "The replicas whose end would make it fit."),
         field("reason", TEXT, "Why the node is `refused`; empty for the other verdicts."),
@@ -187,20 +196,24 @@ MEMORY = Shape(
     "Which nodes have the memory for one more replica.",
     [
         field("says", TEXT, "All of it in one sentence, of the first nodes."),
-        field("terms", mapping_schema(_BYTES), "The terms of the need: weights, context, buffers and so on."),
+        field(
+            "terms",
+            mapping_schema(_BYTES_SCHEMA),
+            "The terms of the need: weights, context, buffers and so on.",
+        ),
         field("context", count(), "Tokens of context in the definition; 0: not known."),
         field("considered", count(), "The number of nodes."),
         field("nodes", NODE_MEMORY.many, f"At most {MAX_VERDICTS}; those that fit come first."),
     ],
 )
-DECISION = Shape("PlacementDecision", "One decision of placement, and why.", _DECISION)
+DECISION = Shape("PlacementDecision", "One decision of placement, and why.", _DECISION_FIELDS)
 PLANNED = Shape(
     "PlannedReplica",
     "One decision of a plan, as if the replicas before it were loaded.",
     [
         field("replica", count(1), "The first is 1."),
         field("hypothetical", FLAG, "Whether the node is one of those that the plan adds."),
-        *_DECISION,
+        *_DECISION_FIELDS,
     ],
 )
 PLAN = Shape(
@@ -223,7 +236,7 @@ RECORD = Shape(
         column("operation_id", UUID, "Null for a decision of the replica pass.", nullable=True),
         column("at", TIME),
         column("last_at", TIME, "When its figures were read."),
-        *(replace(one, column=_COLUMNS.get(one.name, F(one.name))) for one in _DECISION),
+        *(replace(one, column=_RECORD_COLUMNS.get(one.name, F(one.name))) for one in _DECISION_FIELDS),
     ],
 )
 REPLICA = Shape(
@@ -342,7 +355,7 @@ FIT_SUMMARIES = Shape(
 
 
 def decision(explanation: Explanation) -> Row:
-    """Return the wire form of a decision that is not recorded."""
+    """Return the wire form of a decision that has no record."""
     placed = explanation.node is not None
     return DECISION.of(
         outcome=explanation.outcome,
@@ -350,12 +363,12 @@ def decision(explanation: Explanation) -> Row:
         node_id=str(explanation.node.id) if explanation.node else None,
         node=explanation.node.name if explanation.node else None,
         replica_index=explanation.replica_index if placed else None,
-        **{name: explanation.facts[name] for name in _FACTS},
+        **{name: explanation.facts[name] for name in _FACT_SCHEMAS},
     )
 
 
 def memory(explained: MemoryExplanation) -> Row:
-    """Return the wire form of the verdicts on nodes."""
+    """Return the wire form of the comparison of nodes' memory with a need."""
     need = explained.need
     return MEMORY.of(
         says=explained.describe(),

@@ -28,17 +28,17 @@ from operations.models import ACTIVE, TERMINAL, Operation, Status, owner_of
 
 PHASE = "staging"
 FILES_ONLY = "files_only"
-"""Payload key of an import that saves no definition."""
+"""Payload key of an import that downloads files but saves no definition."""
 WAITING = "waiting"
-"""Step of an import that waits for the end of other imports."""
+"""Step of an import that waits until other imports have ended."""
 CHANGE_RETRY_AFTER = timedelta(hours=1)
-"""Time for which a file that has changed at its source is not downloaded again."""
+"""Time for which a file is not downloaded again after it was found changed at its source."""
 _CHANGED_MESSAGE = "staging: the file at its source is not the recorded one"
-_POLL = 2.0
+_POLL_SECONDS = 2.0
 _MIN_CHECK_DELAY = 2.0
-"""Minimum seconds until a load checks a waiting download again."""
+"""Minimum seconds until a load checks a download that waits."""
 _MAX_CHECK_DELAY = 60.0
-"""Maximum seconds until a load checks a waiting download again."""
+"""Maximum seconds until a load checks a download that waits."""
 _DOWNLOADED_FRACTION = 0.45
 """Progress (0 to 1) of a load whose files are on the control plane but not on the node."""
 
@@ -46,7 +46,7 @@ _DOWNLOADED_FRACTION = 0.45
 def request_download(
     definition: Definition, paths: Sequence[str], *, parent: Operation, now: Any
 ) -> Operation:
-    """Download these recorded files of the definition; join the active download of another load.
+    """Create the download of these recorded files of the definition, or join the active one of another load.
 
     Raises Conflict while another import of the model is active, and LeaseLost if the load has lost `parent`.
     """
@@ -75,7 +75,7 @@ def request_download(
 
 
 def cancel_load(load: Operation, actor: str, now: datetime) -> Operation:
-    """Cancel the load, and the download for its model if no other load is active.
+    """Cancel the load, and the download for its model if no other load of the model is active.
 
     Raise Conflict.
     """
@@ -115,7 +115,7 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
     with wake_ups.watch(child.id) as watch:
         while (state := await in_thread(_read_download, child.id)).status not in TERMINAL:
             await _show_progress(attempt, state, message)
-            await watch.changed(timeout=_POLL)
+            await watch.changed(timeout=_POLL_SECONDS)
     if state.status == Status.CANCELLED:
         raise LoadFailed(f"staging: the download of {listed} to the control plane was cancelled")
     if state.status == Status.FAILED and state.result.get("code") == SourceChanged.code:
@@ -126,7 +126,7 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
 
 
 class LoadedFileChanged(LoadFailed):
-    """The file of a load has changed at its source, so the load would fail on every node."""
+    """A file that the load needs has changed at its source, so the load would fail on every node."""
 
     code = SourceChanged.code
 
@@ -135,10 +135,10 @@ class LoadedFileChanged(LoadFailed):
 
 
 def check_former_load(load: Operation, definition: Definition) -> None:
-    """Raise LoadFailed if a load found a changed file of this definition within `CHANGE_RETRY_AFTER`.
+    """Raise LoadFailed if a recent load of this definition found a file changed at its source.
 
-    Without this check each request would download the whole file again. The raised failure itself does not
-    count as such a load. One query.
+    Without this check each request would download the whole file again. Recent means within
+    `CHANGE_RETRY_AFTER`; the failure that this function raises does not count. One query.
     """
     changed = datetime.fromtimestamp(definition.changed + 1, UTC)  # whole seconds, rounded down
     since = max(clock.now() - CHANGE_RETRY_AFTER, changed)
@@ -162,7 +162,7 @@ def _read_download(child: UUID) -> Operation:
 
 
 async def _show_progress(attempt: Attempt, state: Operation, message: str) -> None:
-    """Show the progress of the download.
+    """Show the progress of the download as the load's.
 
     If the download waits, raise Postpone, or Abandoned if the load is no longer needed.
     """

@@ -49,7 +49,7 @@ from nodes.definitions.sizes import (
 from nodes.models import FileHash
 from operations.executor.work import in_thread
 
-_ROUTE = "/v1/files/"
+_ROUTE_PREFIX = "/v1/files/"
 
 
 class InvalidPath(ValueError):
@@ -74,7 +74,7 @@ def key_of(model: str, relative: str) -> str:
 
 def path_of(key: str) -> str:
     """Return the URL path of this key, with every reserved character encoded."""
-    return _ROUTE + quote(key)
+    return _ROUTE_PREFIX + quote(key)
 
 
 MODEL_FILE = "ModelFile"
@@ -82,18 +82,18 @@ MODEL_FILE = "ModelFile"
 MODEL_PATH = "ModelPath"
 """Load option: the folder on the worker that relative options are resolved against."""
 _SCALES_OPTION = "LoraScales"
-_UNCHANGED_IF_MISSING = "LoraBase"
-_LISTS_WITH_VALUES = ("Options", "Overrides")
-"""Options with entries `name:value` whose value may name a file; the entries are not rewritten."""
+_OPTION_KEPT_IF_MISSING = "LoraBase"
+_NAMED_VALUE_OPTIONS = ("Options", "Overrides")
+"""Options with entries `name:value` whose value may name a file; these entries are sent unchanged."""
 
 
 class Unsendable(Exception):
-    """A file or folder of an option that cannot be sent to a worker; the text gives the reason."""
+    """An option names a file or folder that cannot be sent to a worker; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """One file to send."""
+    """A file of the models folder that is sent."""
 
     relative: str
     """The file's path in the models folder, which is also its path on the worker."""
@@ -101,12 +101,12 @@ class LocalFile:
     """The file's resolved path, which is in the models folder too."""
     size: int
     record: RecordedFile | None = None
-    """The record of a file that is at its source and not in the models folder."""
+    """The import's record of a file that is only at its source; None for a file in the models folder."""
 
 
 @dataclass(frozen=True)
 class NamedFiles:
-    """The files that one text in the options names: a file, or a folder with all its files."""
+    """The files that one text in the options names: one file, or all files of a folder."""
 
     option: str
     text: str
@@ -115,7 +115,7 @@ class NamedFiles:
 
     @property
     def needed(self) -> frozenset[str]:
-        """The paths of the files without which the option is lost.
+        """The paths of the files without which the option cannot be used.
 
         A checksum file in a folder is optional: our own worker accepts no checksum file, because it would
         vouch for another file.
@@ -132,11 +132,11 @@ class FilePlan:
     """The options of the definition."""
     named: tuple[NamedFiles, ...] = ()
     missing: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """By option and text: the reason why no file is sent."""
+    """By option and text: why no file is sent for it."""
 
     @cached_property
     def files(self) -> dict[str, LocalFile]:
-        """All files by their path in the folder; files of the model itself come first."""
+        """All files by their path in the models folder, beginning with those of the model itself."""
         return {file.relative: file for target in self.named for file in target.files}
 
     @property
@@ -149,7 +149,7 @@ class FilePlan:
         return any(target.option == MODEL_FILE and relative in target.needed for target in self.named)
 
     def engine_options(self, root: str, failed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the options for an engine whose model files are in `root`, and a warning per lost option.
+        """Return the options for an engine whose model files are in `root`, and a warning per dropped option.
 
         `failed` maps each file that was not sent to the reason; it must not contain files of the model
         itself.
@@ -168,13 +168,13 @@ class FilePlan:
 
 
 def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return the options with the worker's paths; remove options whose file is not on the worker."""
+    """Return the options with the worker's paths, without the options whose file is not on the worker."""
     result = dict(options)
     for name in FILE_OPTIONS:
         path = paths.get((name, str(result.get(name, ""))))
         if path is not None:
             result[name] = path
-        elif name != _UNCHANGED_IF_MISSING:
+        elif name != _OPTION_KEPT_IF_MISSING:
             result.pop(name, None)
     if ADAPTERS in result:
         candidates = [(index, paths.get((ADAPTERS, text))) for index, text in enumerate(result[ADAPTERS])]
@@ -192,10 +192,11 @@ def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str
 def plan_files(
     folder: Path, name: str, options: Mapping[str, Any], recorded: RecordedFiles | None = None
 ) -> FilePlan:
-    """Find the files that the options of the model `name` mean; `recorded` files may be at their sources.
+    """Return the files to send: those that the options of the model `name` mean.
 
-    Raises Unsendable if the model's own file exists but is outside of the folder or cannot be read. Raises
-    FolderReplaced if a recorded file is absent from a folder that has lost its marker.
+    `recorded` files may be at their sources. Raises Unsendable if the model's own file exists but is outside
+    of the folder or cannot be read. Raises FolderReplaced if a recorded file is absent from a folder that has
+    lost its marker.
     """
     at_source = files_at_source(folder, recorded or {})
     if lacks_marker(folder, at_source.values()):
@@ -214,20 +215,20 @@ def plan_files(
         else:
             if target is not None:
                 named.append(target)
-            elif option not in _LISTS_WITH_VALUES:
+            elif option not in _NAMED_VALUE_OPTIONS:
                 missing[option, text] = "not found in the models folder"
     return FilePlan(options, tuple(named), missing)
 
 
 def named_texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of option and text that may name files; the model's own file comes first."""
+    """Yield pairs of an option and a text in it that may name files; the model's own file comes first."""
     yield MODEL_FILE, str(options.get("Model", ""))
     for name in FILE_OPTIONS:
         if options.get(name):
             yield name, str(options[name])
     for text in options.get(ADAPTERS, ()):
         yield ADAPTERS, text
-    for name in _LISTS_WITH_VALUES:
+    for name in _NAMED_VALUE_OPTIONS:
         for entry in options.get(name, ()):
             value = entry.partition(":")[2].strip()
             if value:
@@ -240,7 +241,7 @@ def _raise_walk_error(error: OSError) -> None:
 
 
 class _FolderReader:
-    """Reads the models folder for the options of one model."""
+    """Finds the files that the options of one model name in the models folder."""
 
     def __init__(self, folder: Path, model: str, at_source: RecordedFiles) -> None:
         self._folder, self._real_folder, self._model = folder, folder.resolve(), model
@@ -249,7 +250,7 @@ class _FolderReader:
         """Folders of the model itself, which a value may be relative to."""
 
     def find_files(self, option: str, text: str) -> NamedFiles | None:
-        """Return the file or folder that the text names, None if it does not exist; raise Unsendable."""
+        """Return the file or folder that the text names; None if it does not exist. Raise Unsendable."""
         for path in self._possible_paths(option, text):
             absent = files_below(path, self._at_source, self._parts(path))
             is_here = os.path.lexists(path)
@@ -273,7 +274,7 @@ class _FolderReader:
         """Yield the paths below the folder that the text may mean, in the order of precedence."""
         if "\0" in text:
             return
-        if option not in _LISTS_WITH_VALUES and not os.path.isabs(text):
+        if option not in _NAMED_VALUE_OPTIONS and not os.path.isabs(text):
             path = path_inside(self._folder, text)
             yield from () if path is None else (path,)
             return
@@ -293,7 +294,7 @@ class _FolderReader:
         return real
 
     def _files(self, path: Path, real: Path) -> Iterator[LocalFile]:
-        """Yield the file with its companion files, or all files below the folder."""
+        """Yield the file with the files that belong to it, or all files below the folder."""
         if not real.is_dir():
             yield from self._present_parts(path)
             return
@@ -310,7 +311,7 @@ class _FolderReader:
         return (self._file(part) for part in self._parts(path) if part.exists())
 
     def _parts(self, path: Path) -> list[Path]:
-        """Return the file with its shards and its sidecar file."""
+        """Return the file, its further shards and its sidecar file."""
         sidecars = [path.with_name(path.name + ".json")] if path.suffix == ".onnx" else []
         return [*shards(path), *sidecars]
 
@@ -342,11 +343,11 @@ T = TypeVar("T")
 
 
 class FileChanged(Exception):
-    """The file has been replaced or changed since it was examined."""
+    """The file was replaced or changed since it was planned."""
 
 
 def stamp_of(status: os.stat_result) -> str:
-    """Return a text that identifies this version of the file."""
+    """Return a text that identifies this version of the file: size, times and inode."""
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
@@ -356,7 +357,10 @@ async def in_staging_thread(function: Callable[P, T], *args: P.args, **kwargs: P
 
 
 class OpenedFile:
-    """A file that must still have the stamp; the first read opens the file. `close` does not block."""
+    """A file that is opened at the first read, and must still have the given stamp.
+
+    `close` does not block.
+    """
 
     def __init__(self, file: LocalFile, stamp: str, offset: int = 0) -> None:
         self._local_file, self._stamp, self._offset = file, stamp, offset
@@ -394,10 +398,10 @@ class OpenedFile:
 
 CHUNK = 2**20
 RETENTION = timedelta(days=90)
-"""Age after which a hash is computed again and the stored one is removed."""
-_SETTLED_AFTER = 2.0
+"""Age from which a stored hash is removed, and computed again if needed."""
+_SETTLED_AFTER_SECONDS = 2.0
 _MAX_PATH_LENGTH = 1024
-"""Bytes of a path; the hash of a file with a longer path is not stored."""
+"""Maximum bytes of a path; the hash of a file with a longer path is not stored."""
 
 
 class FileHasher:
@@ -426,7 +430,7 @@ class FileHasher:
         finally:
             source.close()
         self.sha256 = digest.hexdigest()
-        settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER
+        settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER_SECONDS
         if settled and len(file.relative.encode()) <= _MAX_PATH_LENGTH:
             await in_thread(store_hash, file.relative, self.stamp, self.sha256, clock.now())
 

@@ -69,12 +69,12 @@ T = TypeVar("T")
 
 PHASE = source_downloads.PHASE
 REPORT_EVERY = 1.0
-"""C48: seconds between two reports of bytes."""
-_TURN_POLL = 2.0
-_PLAN_LIMIT = 10.0
+"""Seconds between two progress reports while bytes are sent (C48)."""
+_TURN_POLL_SECONDS = 2.0
+_PLAN_TIMEOUT = 10.0
 _CHANGE_RETRY_SECONDS = 2.0
 _REGISTRATION_SECONDS = 10.0
-"""Seconds within which a restarted worker registers."""
+"""Seconds in which a restarted worker has registered again."""
 _STAGED_PERCENT = 90.0
 """Progress in percent of a load whose files have arrived."""
 MAX_TRANSFERS_PER_NODE = 4
@@ -91,7 +91,7 @@ class TransferLimits:
         self._nodes: WeakValueDictionary[UUID, asyncio.Semaphore] = WeakValueDictionary()
 
     def to(self, node_id: UUID) -> asyncio.Semaphore:
-        """Return the limit of this node, which exists as long as it is used."""
+        """Return the limit for this node, which exists as long as a transfer uses it."""
         semaphore = self._nodes.get(node_id)
         if semaphore is None:
             semaphore = self._nodes[node_id] = asyncio.Semaphore(MAX_TRANSFERS_PER_NODE)
@@ -99,7 +99,7 @@ class TransferLimits:
 
 
 class FilesAtSource(Exception):
-    """Files must be downloaded to the control plane, because the worker has not fetched them."""
+    """The worker has not fetched these files, so the control plane must download them."""
 
     def __init__(self, paths: list[str], sentences: list[str]) -> None:
         super().__init__(", ".join(paths))
@@ -114,14 +114,14 @@ class StagingResult:
     root: str
     """The worker's folder that relative options are resolved against; "" if no file had to be sent."""
     failed: dict[str, str]
-    """By path: the reason why a file is missing."""
+    """By path: why the file is not on the worker."""
     sent_instead: list[str] = field(default_factory=list)
-    """Sentences on the files that the worker could not fetch from their sources, with the reason."""
+    """Sentences about the files that the control plane sent because the worker could not fetch them."""
 
 
 @dataclass
 class ModelTransfer:
-    """The staging of one model's files on one worker."""
+    """The transfer of one model's files to one worker."""
 
     model: str
     plan: FilePlan
@@ -131,11 +131,11 @@ class ModelTransfer:
     meter: UploadMeter
     stall: float = load_times.STALL
     sources: Mapping[str, FileSource] = field(default_factory=dict)
-    """By path: the sources of the files that the worker fetches itself."""
+    """By path: the source of each file that the worker fetches itself."""
     unreached: dict[str, datetime] = field(default_factory=dict)
-    """By host: the time when the node could not reach this source."""
+    """By host of a source: the time when the node could not reach it."""
     on_fallback: Callable[[str], Awaitable[None]] | None = None
-    """Called with a sentence when a file is sent because the worker could not fetch it."""
+    """Called with a sentence when a file is sent that the worker could not fetch."""
     before_source: Callable[[], Awaitable[None]] | None = None
     """Called before the worker fetches a file that is only at its source; raises LoadFailed to prevent it."""
 
@@ -155,7 +155,10 @@ class ModelTransfer:
         ]
 
     async def check(self) -> int:
-        """Return the number of missing bytes. Raise FileRefused, Stalled and Unreachable."""
+        """Ask the worker for the state of all files; return the number of missing bytes.
+
+        Raises FileRefused, Stalled and Unreachable.
+        """
         await self._run_for_each(Transfer.check)
         return self.meter.total - self.meter.current
 
@@ -203,7 +206,7 @@ class ModelTransfer:
         return await transfer.fetch()
 
     async def _report_fallback(self, transfer: Transfer) -> str:
-        """Report a file that the worker did not fetch; record a source that the worker did not reach."""
+        """Report a file that the worker could not fetch, and record a source that it could not reach."""
         if transfer.is_unreachable and transfer.source is not None:
             now, host = clock.now(), transfer.source.host
             self.unreached[host] = now
@@ -215,7 +218,7 @@ class ModelTransfer:
         return sentence
 
     async def _run_for_each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
-        """Run one step for every file, several in parallel; the first failure cancels the others."""
+        """Run one step for every file, several files in parallel; the first failure cancels the rest."""
         pending = iter(self._transfers)
 
         async def run_steps() -> None:
@@ -234,7 +237,7 @@ class ModelTransfer:
 async def stage_files(
     attempt: Attempt, options: Mapping[str, Any], limits: TransferLimits, wake_ups: WakeUps
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return the options for an engine on the node, and the fields of the load's result on missing files.
+    """Send the model's files to the node; return the engine's options, and result fields about missing files.
 
     Raises NodeRefused, WorkerGone, LoadFailed, Postpone and Abandoned.
     """
@@ -260,7 +263,7 @@ async def stage_files(
 
 
 async def _download_for_shared(attempt: Attempt, options: Mapping[str, Any], wake_ups: WakeUps) -> None:
-    """Download the files that are missing in the folder that nodes share."""
+    """Download the files that are missing in a models folder that control plane and nodes share."""
     files = attempt.definition.files
     # Without a walk through the model's folder, as long as no file is missing.
     if files and await _read_in_thread(files_at_source, conf.cluster().models_path, files):
@@ -272,7 +275,7 @@ async def _download_for_shared(attempt: Attempt, options: Mapping[str, Any], wak
 async def _send_all(
     attempt: Attempt, options: Mapping[str, Any], planned: FilePlan, limits: TransferLimits, wake_ups: WakeUps
 ) -> tuple[FilePlan, StagingResult]:
-    """Send all files; download the files to the control plane that the worker does not fetch.
+    """Send all files; the control plane first downloads those that the worker does not fetch.
 
     Return the plan and the result. While the control plane downloads, the worker may lose files: these are
     downloaded too.
@@ -299,7 +302,7 @@ async def _plan_files(definition: Definition, options: Mapping[str, Any]) -> Fil
 async def _read_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Read the models folder in a thread. Raise LoadFailed, and Postpone if the folder does not respond."""
     try:
-        async with asyncio.timeout(_PLAN_LIMIT):
+        async with asyncio.timeout(_PLAN_TIMEOUT):
             return await in_staging_thread(function, *args, **kwargs)
     except TimeoutError:
         name = conf.cluster().models_path.name
@@ -312,7 +315,7 @@ async def _read_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.k
 
 
 async def _wait_for_turn(attempt: Attempt, files: int) -> None:
-    """Wait until no other load sends files of the model to the node; check the quota for `files` bytes."""
+    """Wait until no other load sends files of the model to the node; check its quota for `files` bytes."""
     name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
     while True:
         try:
@@ -328,7 +331,7 @@ async def _wait_for_turn(attempt: Attempt, files: int) -> None:
         message = f"another load brings the files of {name} to {attempt.slot.node_name}"
         await attempt.work.report(attempt.tick(PHASE, message))
         await deadline.extend_for(load_times.STALL)
-        await asyncio.sleep(_TURN_POLL)
+        await asyncio.sleep(_TURN_POLL_SECONDS)
 
 
 async def _send_in_time(
@@ -336,7 +339,8 @@ async def _send_in_time(
 ) -> StagingResult:
     """Send all files within the maximum age of a load (C31).
 
-    Raise FilesAtSource, except for `downloaded` files: these are sent and not fetched again.
+    Raise FilesAtSource, except for `downloaded` files: the control plane has these, and the worker does not
+    fetch them again.
     """
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
     limit = asyncio.timeout(max(load_times.MAX_HOLD - age, 0))
@@ -413,7 +417,7 @@ async def _report_fallback(attempt: Attempt, sentence: str) -> None:
 
 
 async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResult:
-    """Send the missing files. Record the bytes on the node even after a failure, for the next attempt."""
+    """Send the missing files. Store the number of bytes on the node even after a failure."""
     missing, name = await sending.check(), attempt.definition.name
     try:
         await in_thread(_check_disk_space, attempt.slot, missing)
@@ -454,7 +458,7 @@ def _tick(attempt: Attempt, meter: UploadMeter, *, progress_at: datetime | None 
 
 
 def store_staged_bytes(node_id: UUID, model_name: str, size: int, *, now: datetime) -> None:
-    """Store the bytes of the model's files on the node; later loads need that much less disk space on it.
+    """Store how many bytes of the model's files are on the node, so that later loads need less disk space.
 
     The deletion of the model on the node deletes the row. The row may be outdated after a controller was
     killed or the worker's disk was cleared; the check of the next load corrects it.

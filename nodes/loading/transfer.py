@@ -35,14 +35,14 @@ _RATE_WINDOW = 15.0
 
 @dataclass
 class UploadMeter:
-    """The progress of all files; `sizes` has the bytes of each file by path."""
+    """The progress of all files of one model; `sizes` has the bytes of each file by path."""
 
     sizes: Mapping[str, int]
     node: str
     now: str = ""
-    """The current step as text."""
+    """Text of the current step."""
     moved: int = 0
-    """Bytes that this attempt has read or sent, including repetitions; an increase shows that it is alive."""
+    """Bytes that this attempt has read or sent, with repetitions; they grow while it advances."""
     positions: dict[str, int] = field(default_factory=dict)
     """By path: the bytes of the file that the worker has."""
     _finished: set[str] = field(default_factory=set)
@@ -65,7 +65,7 @@ class UploadMeter:
         return min(len(self._finished) + 1, len(self.sizes))
 
     def start_file(self, relative: str, position: int) -> None:
-        """Record that the file is sent from this position on; the worker has the earlier bytes."""
+        """Record that the file is sent from this position on; the worker has everything before it."""
         self.positions[relative] = position
         self.now = f"sending {relative} to {self.node}"
 
@@ -98,7 +98,7 @@ class UploadMeter:
         self._finished.add(relative)
 
     def rate(self, now: float) -> int:
-        """Return the recent bytes per second, 0 while unknown. Each call stores a sample."""
+        """Return the recent bytes per second; 0 while unknown. Each call adds a sample."""
         self._samples.append((now, self._sent))
         while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_WINDOW:
             self._samples.popleft()
@@ -116,7 +116,7 @@ class UploadMeter:
         return text
 
     def figures(self, percentage: float, progress_at: datetime | None) -> dict[str, Any]:
-        """Return message and figures of a progress report; `percentage` is the progress with all bytes."""
+        """Return message and figures of a progress report; `percentage` is that of the last byte."""
         rate, total = self.rate(clock.monotonic()), self.total
         return {
             "message": self.sentence(rate),
@@ -138,7 +138,7 @@ def _format_duration(seconds: float) -> str:
 
 _MAX_RESPONSE_BYTES = 64 * 1024
 MAX_UNANSWERED = 3
-"""Consecutive unanswered requests after which the port counts as unreachable."""
+"""Number of consecutive unanswered requests after which the port counts as unreachable."""
 MAX_PART_BYTES = 50 * 2**30
 """Maximum bytes of one PUT; a worker refuses larger bodies (worker.md §12.3)."""
 _TRANSIENT_STATUSES = {
@@ -147,9 +147,10 @@ _TRANSIENT_STATUSES = {
     416: "its worker has another part of the file",
     503: "its worker is busy or shutting down",
 }
-_HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Size", "X-Local-Path"
-_TOKEN_REFUSALS = (401, 403)
-_INSUFFICIENT_STORAGE = 507
+_HASH_HEADER, _TARGET_HEADER = "X-Content-SHA256", "X-Target-SHA256"
+_SIZE_HEADER, _PATH_HEADER = "X-File-Size", "X-Local-Path"
+_TOKEN_REFUSAL_STATUSES = (401, 403)
+_FULL_DISK_STATUS = 507
 _FULL_DISK_TEXTS = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
 
 
@@ -159,19 +160,19 @@ class FileRefused(Exception):
     def __init__(self, file: str, status: int, reason: str) -> None:
         words = names.to_readable_text(reason).strip() or "no reason given"
         super().__init__(f"its worker refused {file}: {words} ({status})")
-        is_full = status == _INSUFFICIENT_STORAGE or any(text in reason.lower() for text in _FULL_DISK_TEXTS)
-        self.is_token_refusal = status in _TOKEN_REFUSALS
+        is_full = status == _FULL_DISK_STATUS or any(text in reason.lower() for text in _FULL_DISK_TEXTS)
+        self.is_token_refusal = status in _TOKEN_REFUSAL_STATUSES
         """True if the worker does not accept our token."""
         self.affects_node = is_full or self.is_token_refusal
         """True if the node would refuse every other file too."""
 
 
 class FileAtSource(Exception):
-    """The file must be downloaded to the control plane, because the worker has not fetched it."""
+    """The worker has not fetched this file, so the control plane must download it."""
 
 
 class ChangedAtSource(Exception):
-    """The source has another file than the recorded one, and the control plane has no copy.
+    """The file at the source is not the recorded one, and the control plane has no copy.
 
     The text describes both files.
     """
@@ -186,7 +187,7 @@ class Unreachable(Exception):
 
 
 def root_of(local_path: str, relative: str) -> str:
-    """Derive the model's folder on the worker from the path of a file. Raise FileRefused without a match."""
+    """Return the model's folder on the worker, from the path of one of its files. Raise FileRefused."""
     root = local_path.removesuffix("/" + relative)
     if root == local_path or not PurePosixPath(root).is_absolute() or names.find_unprintable(root):
         reason = (
@@ -198,7 +199,7 @@ def root_of(local_path: str, relative: str) -> str:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """The worker's state of a file, parsed from response headers."""
+    """The state of a file on the worker, as its response headers state it."""
 
     status: int = 0
     size: int = 0
@@ -213,7 +214,7 @@ class RemoteFile:
         return self.status == 200 and bool(self.path) and self.sha256 == sha256
 
     def offset(self, size: int, sha256: str) -> int:
-        """Return the position from which our file of this size can be resumed."""
+        """Return the position from which a file of this size and hash can be resumed."""
         return self.size if 0 < self.size < size and self.target == sha256 else 0
 
 
@@ -236,7 +237,7 @@ class PutResponse:
 
 
 class Transfer:
-    """The transfer of one file. `stall`: seconds without progress after which it fails."""
+    """The transfer of one file. It fails after `stall` seconds without progress."""
 
     def __init__(
         self,
@@ -264,7 +265,7 @@ class Transfer:
         self._remote = RemoteFile()
 
     async def check(self) -> None:
-        """Read how many bytes of the file the worker has.
+        """Ask the worker how many bytes of the file it has.
 
         Raise FileRefused, Stalled and Unreachable.
         """
@@ -284,7 +285,7 @@ class Transfer:
         return record is not None and not self._remote.has(record.sha256)
 
     async def fetch(self) -> str:
-        """Have the worker fetch the file from its source; return its path there, "" if it must be sent.
+        """Make the worker fetch the file from its source; return its path there, "" if it must be sent.
 
         Raises FileRefused, ChangedAtSource, Stalled, Unreachable, FileChanged and OSError.
         """
@@ -311,10 +312,7 @@ class Transfer:
         return path
 
     async def _fetch_by_worker(self, source: FileSource) -> str:
-        """Have the worker fetch the file; return its path, "" after a failure, which is recorded.
-
-        Raise ChangedAtSource.
-        """
+        """Make the worker fetch the file; return its path, "" after a failure. Raise ChangedAtSource."""
         self._meter.start_fetch(self.file.relative)
         self.fetch_problem, self._lost_worker = "", False
         try:
@@ -415,16 +413,16 @@ class Transfer:
             raise
         finally:
             self._end_hashing()
-        if response.status_code in _TOKEN_REFUSALS:
+        if response.status_code in _TOKEN_REFUSAL_STATUSES:
             raise FileRefused(self.file.relative, response.status_code, "it does not accept our token")
         headers = response.headers
-        size = headers.get(_SIZE, "")
+        size = headers.get(_SIZE_HEADER, "")
         return RemoteFile(
             response.status_code,
             int(size) if size.isascii() and size.isdigit() and len(size) < 20 else 0,
-            headers.get(_HASH, "").lower(),
-            headers.get(_TARGET, "").lower(),
-            headers.get(_PATH, ""),
+            headers.get(_HASH_HEADER, "").lower(),
+            headers.get(_TARGET_HEADER, "").lower(),
+            headers.get(_PATH_HEADER, ""),
             headers.get(worker_fetch.CAN_FETCH, "") == "1",
         )
 
@@ -434,7 +432,7 @@ class Transfer:
         headers = {
             "Content-Type": "application/octet-stream",
             "Content-Length": str(end - offset),
-            _HASH: sha256,
+            _HASH_HEADER: sha256,
         }
         if ranged:
             headers["Content-Range"] = f"bytes {offset}-{end - 1}/{size}"
@@ -491,7 +489,7 @@ class Transfer:
 
 
 async def _text(response: httpx.Response) -> str:
-    """Decode the beginning of a response from an untrusted worker."""
+    """Return the beginning of a worker's response as text; the worker is not trusted."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece

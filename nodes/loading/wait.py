@@ -3,9 +3,9 @@
 A request that finds no replica joins the model's load with `Loads.join`. The first request for a model admits
 the operation `model_load` (or joins the active operation of another process); later requests attach to it. A
 turn ends with a wake-up or a poll every two seconds; then all requests pick again, because the rows decide
-and not the wake-up. A failed load is an error for all of them. New requests get the same error for some
-seconds, so that not every request loads a broken model again. If a client disconnects, the operation
-continues for the remaining requests.
+and not the wake-up. A failed load is an error for all its requests. New requests get the same error for some
+seconds (the grace), so that not every request loads a broken model again. If a client disconnects, the
+operation continues for the remaining requests.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 POLL_EVERY = 2.0
 """Seconds between two polls of the row without a wake-up (C33)."""
-_EXTENSION_SECONDS = 60.0
-"""Seconds that a request without a limit keeps the load needed; each poll renews the deadline."""
+_NEED_EXTENSION_SECONDS = 60.0
+"""A request without a time limit keeps its load from being abandoned for this long; each poll renews it."""
 MIN_RETRY_AFTER = 5.0
 """Minimum seconds of Retry-After in the response "still loading" (C35)."""
 MAX_RETRY_AFTER = 300.0
@@ -53,7 +53,7 @@ class StillLoading(Unavailable):
 
 
 class WaitingRequest(Protocol):
-    """The attributes of an inference request that its wait needs."""
+    """The part of an inference request that waiting for a load reads."""
 
     @property
     def model(self) -> str: ...
@@ -86,7 +86,7 @@ def eta_seconds(operation: Operation, now: datetime) -> float | None:
 
 
 def may_see_nodes(principal: Principal) -> bool:
-    """Return True if responses may name nodes to the caller: always to administrators, else by a setting."""
+    """Return True if responses to the caller may name nodes: administrators always, others by a setting."""
     return principal.is_admin or conf.cluster().expose_node_header
 
 
@@ -116,7 +116,7 @@ def still_loading_error(
 ) -> StillLoading:
     """Return the error for a request whose wait has ended while the load continues (R2.22).
 
-    `reason`: why the load waits. `budget`: seconds for Retry-After without an estimate.
+    `reason` is why the load waits. `budget` is Retry-After in seconds if there is no estimate.
     """
     eta = eta_seconds(operation, now)
     details = [f"{operation.progress:.0f}%"] if operation.progress else []
@@ -155,7 +155,7 @@ def _failure_text(model: str, cause: str) -> str:
 
 
 def without_nodes(failure: LoadFailed, model: str) -> LoadFailed:
-    """Return the failure for callers who may not see nodes: its cause without names and addresses."""
+    """Return the failure for callers who may not see nodes: only its cause, without names and addresses."""
     try:
         cause = _without_names(failure.message.removeprefix(_failure_text(model, "")))
     except DatabaseError:
@@ -164,7 +164,7 @@ def without_nodes(failure: LoadFailed, model: str) -> LoadFailed:
 
 
 def _without_names(text: str) -> str:
-    """Return the text without names of nodes, addresses and figures. At most one query."""
+    """Return the text with names of nodes, addresses and figures removed. At most one query."""
     if not text:
         return ""
     names = BackendNode.objects.values_list("name", flat=True)
@@ -173,21 +173,20 @@ def _without_names(text: str) -> str:
 
 @dataclass
 class ModelWait:
-    """A model that at least one request of this process waits for."""
+    """The wait of this process for one model, shared by at least one request."""
 
     turn: "asyncio.Future[bool]"
     deadlines: list[float] = field(default_factory=list)
     """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
     operation: Operation = field(default_factory=lambda: Operation(kind=KIND, progress=0.0))
-    """The operation that the model waits for, as last read; a pending load before the first read. An unload
-    or deletion must end before the model can be loaded.
-    """
+    """The operation that the requests wait for, as last read; a pending load before the first read. It may be
+    an unload or deletion, which must end before the model can be loaded."""
     public_failure: LoadFailed | None = None
     """The failure of the turn for callers who may not see nodes."""
     public_reason: "tuple[str, asyncio.Task[str]] | None" = None
-    """The reason for the wait, and the task that removes names of nodes from it."""
+    """Why the load waits, with the task that removes the names of nodes from this text."""
     row_deadline: float = 0.0
-    """Time until which the operation is needed according to its row, on the monotonic clock."""
+    """Time until which the row says that the operation is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
 
     async def next_turn(self, request: WaitingRequest) -> bool:
@@ -224,7 +223,7 @@ class ModelWait:
 
 
 class Loads:
-    """The cold loads that requests of this process wait for."""
+    """The cold loads for which requests of this process wait."""
 
     def __init__(self, wake_ups: WakeUps) -> None:
         self.wake_ups = wake_ups
@@ -232,7 +231,10 @@ class Loads:
 
     @contextmanager
     def join(self, request: WaitingRequest) -> Iterator[ModelWait]:
-        """Attach the request to the load of its model; the load is followed until all requests have left."""
+        """Add the request to those that wait for its model's load, while the block runs.
+
+        The process follows the load until no request waits for it.
+        """
         load = self._loads.get(request.model) or self._start_wait(request)
         deadline = request.wait_until
         load.deadlines.append(deadline)
@@ -288,7 +290,7 @@ class Loads:
 
     async def _follow(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         """Follow the operation until it ends or no request waits. Raise LoadFailed."""
-        load.row_deadline = min(deadline, clock.monotonic() + _EXTENSION_SECONDS)
+        load.row_deadline = min(deadline, clock.monotonic() + _NEED_EXTENSION_SECONDS)
         load.operation = await in_thread(
             _admit, replace(request, needed_until=_to_datetime(load.row_deadline))
         )
@@ -297,7 +299,7 @@ class Loads:
                 load.operation = operation
                 if not load.deadlines:
                     return
-                needed = min(max(load.deadlines), clock.monotonic() + _EXTENSION_SECONDS)
+                needed = min(max(load.deadlines), clock.monotonic() + _NEED_EXTENSION_SECONDS)
                 if needed > load.row_deadline + 1 and operation.kind == KIND:
                     load.row_deadline = needed
                     await in_thread(admission.extend_need, {operation.id: _to_datetime(needed)})
@@ -313,7 +315,7 @@ class Loads:
 
 
 def _to_client_error(error: Exception) -> ClusterError:
-    """Return the error for the waiting requests after a failure to admit or poll the operation."""
+    """Return the error for the waiting requests when the operation could not be admitted or polled."""
     if isinstance(error, Conflict):
         return Unavailable(error.message, retry_after=5)
     if isinstance(error, DatabaseError):
@@ -337,7 +339,7 @@ def _to_datetime(deadline: float) -> datetime:
 
 
 def _admit(request: admission.OperationRequest) -> Operation:
-    """Join or create the load; return the unload or deletion instead if it excludes the load.
+    """Create or join the load; return an active unload or deletion instead if it excludes the load.
 
     Raises LoadFailed within the grace of the last load's failure.
     """
@@ -353,7 +355,7 @@ def _admit(request: admission.OperationRequest) -> Operation:
 
 
 def _recent_failure(model: str, now: datetime) -> Operation | None:
-    """Return the last failure of the load that requests join, within its grace (C33)."""
+    """Return the last failed load that requests had joined, if it failed within the grace (C33)."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     failed = Operation.objects.filter(key=load_key(model), kind=KIND, status=Status.FAILED)
     load = failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
@@ -361,7 +363,7 @@ def _recent_failure(model: str, now: datetime) -> Operation | None:
 
 
 def has_other_node_since(failure: Operation) -> bool:
-    """Return True if a node that has not refused this load has become healthy after its failure."""
+    """Return True if a node became healthy after the failure that has not refused the load."""
     refused = [refusal.node_id for refusal in refusals(failure.payload)]
     healthy = BackendNode.objects.filter(status="healthy", node_type="backend").exclude(pk__in=refused)
     events = NodeEvent.objects.filter(at__gt=failure.finished_at, status_after="healthy")

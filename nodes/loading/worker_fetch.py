@@ -26,14 +26,14 @@ from nodes.placement import load_times
 from nodes.registry.dial_targets import reason_of
 
 CAN_FETCH = "X-File-Fetch"
-"""Header by which a worker announces the fetch route."""
+"""Header of a response with which a worker announces the fetch route."""
 STALL_SECONDS = 60.0
 """Seconds without a new byte after which the file is sent instead."""
 UNREACHED_LIFETIME = timedelta(minutes=10)
-"""Time for which a source is not tried again from a node that could not reach it."""
-_ROUTE = "/v1/files-fetch/"
+"""Time for which a node does not try again a source that it could not reach."""
+_ROUTE_PREFIX = "/v1/files-fetch/"
 _MAX_LINE_LENGTH, _MAX_MESSAGE_LENGTH = 16 * 1024, 300
-_QUERY = re.compile(r"\?\S*")
+_QUERY_PATTERN = re.compile(r"\?\S*")
 
 
 class FetchFailed(Exception):
@@ -65,13 +65,13 @@ class _AnswerLine(msgspec.Struct):
 
 
 def unreached_hosts(node_id: UUID, *, now: datetime) -> dict[str, datetime]:
-    """Return the source hosts that the node could not reach lately, with the time. One query."""
+    """Return the hosts of sources that the node could not reach lately, with the time. One query."""
     rows = UnreachedSource.objects.filter(node_id=node_id, seen_at__gt=now - UNREACHED_LIFETIME)
     return dict(rows.values_list("host", "seen_at"))
 
 
 def skip_reason(host: str, seen_at: datetime) -> str:
-    """Return the reason why files of this host are not fetched now."""
+    """Return why files of this host are not fetched now."""
     until = seen_at + UNREACHED_LIFETIME
     return f"it did not reach {host} at {seen_at:%H:%M} UTC and tries again from {until:%H:%M} on"
 
@@ -93,7 +93,7 @@ async def fetch(
     size: int,
     on_position: Callable[[int], None],
 ) -> str:
-    """Have the worker fetch a file; return its path on the worker.
+    """Make a worker fetch a file; return its path on the worker.
 
     `on_position` is called with the number of fetched bytes. Raise FetchFailed.
     """
@@ -102,7 +102,7 @@ async def fetch(
     try:
         async with (
             asyncio.timeout(limit) as watch,
-            client.stream("POST", _ROUTE + quote(key), json=body) as response,
+            client.stream("POST", _ROUTE_PREFIX + quote(key), json=body) as response,
         ):
             async for line in _read_lines(response):
                 if line.error:
@@ -123,7 +123,7 @@ async def fetch(
 
 
 async def _read_lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
-    """Yield the decoded lines of a response from an untrusted worker. Raise FetchFailed."""
+    """Yield the decoded lines of a worker's response, which is not trusted. Raise FetchFailed."""
     buffer = b""
     async for piece in response.aiter_raw():
         *lines, buffer = (buffer + piece).split(b"\n")
@@ -147,4 +147,7 @@ def _parse_line(line: bytes) -> _AnswerLine:
 
 def _readable_reason(text: str) -> str:
     """Return the worker's reason on one line, without query strings of URLs: they may be signatures."""
-    return names.to_readable_text(_QUERY.sub("", text))[:_MAX_MESSAGE_LENGTH].strip() or "no reason given"
+    return (
+        names.to_readable_text(_QUERY_PATTERN.sub("", text))[:_MAX_MESSAGE_LENGTH].strip()
+        or "no reason given"
+    )

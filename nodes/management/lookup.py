@@ -15,10 +15,10 @@ from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, JoinToken, NodeConflict
 from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
 
-_ID_LENGTH = 36
+_UUID_LENGTH = 36
 
 
-def node(text: str) -> BackendNode:
+def find_node(text: str) -> BackendNode:
     """Return the node with this name, id or id prefix. Raise CommandError unless exactly one matches.
 
     Workers choose their names. A name that looks like another node's id must not match in place of that id.
@@ -27,7 +27,7 @@ def node(text: str) -> BackendNode:
     matches = rows_with_prefix(BackendNode.objects.order_by("name"), text)
     if by_name is not None and (len(text) < SHORT_ID_LENGTH or matches in ([], [by_name])):
         return by_name
-    if by_name is not None and len(text) < _ID_LENGTH:
+    if by_name is not None and len(text) < _UUID_LENGTH:
         raise CommandError(
             f"{text!r} is both a name and an id prefix of {_ambiguous_names(matches)}; use the full id"
         )
@@ -40,13 +40,13 @@ def node(text: str) -> BackendNode:
     return matches[0]
 
 
-def conflict(text: str) -> NodeConflict:
+def find_conflict(text: str) -> NodeConflict:
     """Return the conflict with that id or id prefix. Raise CommandError unless exactly one matches."""
     hint = "`manage.py nodes conflicts` lists the open ones"
     return require_row_with_prefix(NodeConflict.objects.order_by("-last_at"), text, "conflict", hint)
 
 
-def join_token(text: str) -> JoinToken:
+def find_join_token(text: str) -> JoinToken:
     """Return the token with that id or id prefix. Raise CommandError unless exactly one matches."""
     hint = "`manage.py nodes join-token list` lists their ids"
     return require_row_with_prefix(JoinToken.objects.all(), text, "join token", hint)
@@ -57,32 +57,32 @@ def _ambiguous_names(matches: list[BackendNode]) -> str:
     return ", ".join(row.name for row in matches[:MAX_MATCHES]) + ellipsis
 
 
-_RESUME = "use `manage.py nodes resume {name}` to return it to service"
-_OUT = "use `manage.py nodes drain {name}` or `revoke {name}` to take an approved node out of service"
-_ENROL = "only a worker that has registered with its own secret has an identity"
-_NEW_SECRET = (
+_RESUME_HINT = "use `manage.py nodes resume {name}` to return it to service"
+_DRAIN_HINT = "use `manage.py nodes drain {name}` or `revoke {name}` to take an approved node out of service"
+_ENROL_HINT = "only a worker that has registered with its own secret has an identity"
+_NEW_SECRET_HINT = (
     "give its worker a new secret (delete the file node-secret, restart the worker), then approve it"
 )
-_HINTS: Mapping[tuple[str, str], str] = {
-    ("approve", PENDING): _NEW_SECRET,
-    ("approve", DRAINING): _RESUME,
-    ("approve", UNHEALTHY): _RESUME,
+_HINT_BY_VERB_AND_STATUS: Mapping[tuple[str, str], str] = {
+    ("approve", PENDING): _NEW_SECRET_HINT,
+    ("approve", DRAINING): _RESUME_HINT,
+    ("approve", UNHEALTHY): _RESUME_HINT,
     ("approve", OFFLINE): "it is already approved; start its worker",
     ("approve", HEALTHY): "nothing to do",
     ("resume", PENDING): "use `manage.py nodes approve {name}`",
     ("resume", HEALTHY): "nothing to do",
 }
-_HINT_BY_VERB = {"reject": _OUT, "rotate": _ENROL, "revoke": _ENROL}
+_HINT_BY_VERB = {"reject": _DRAIN_HINT, "rotate": _ENROL_HINT, "revoke": _ENROL_HINT}
 
 
 @contextmanager
-def hint_on_refusal(verb: str, node: BackendNode) -> Iterator[None]:
-    """Convert a refusal of `verb` to a CommandError with a hint."""
+def hint_on_refusal(verb: str, find_node: BackendNode) -> Iterator[None]:
+    """Convert a refusal of `verb` on the node into a CommandError with a hint."""
     try:
         yield
     except errors.ClusterError as refusal:
         hint = ""
         if refusal.status in (400, 409):
-            text = _HINTS.get((verb, node.status)) or _HINT_BY_VERB.get(verb) or ""
-            hint = f"; {text.format(name=node.name)}" if text else ""
-        raise CommandError(f"{node.name}: {refusal.message}{hint}") from refusal
+            text = _HINT_BY_VERB_AND_STATUS.get((verb, find_node.status)) or _HINT_BY_VERB.get(verb) or ""
+            hint = f"; {text.format(name=find_node.name)}" if text else ""
+        raise CommandError(f"{find_node.name}: {refusal.message}{hint}") from refusal

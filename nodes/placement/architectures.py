@@ -12,27 +12,27 @@ from weakref import WeakKeyDictionary
 
 MAX_LAYERS = 1024
 _REPACKED_TYPES = frozenset((2, 10, 12, 20, 39))
-"""ggml's numbers of Q4_0, Q2_K, Q4_K, IQ4_NL and MXFP4 (`ggml_repack_get_optimal_repack_type` for x86)."""
-_WINDOWS = {
+"""Numbers of the tensor types that ggml repacks on x86: Q4_0, Q2_K, Q4_K, IQ4_NL and MXFP4
+(`ggml_repack_get_optimal_repack_type`)."""
+_WINDOW_PERIOD_BY_ARCHITECTURE = {
     **{"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "llama4": 4, "gpt-oss": 2, "exaone4": 4},
     **{"olmo2": 4, "afmoe": 4, "smallthinker": -4, "plamo3": 8, "exaone-moe": 4, "gemma4": 6},
 }
-"""By architecture: the period of layers with full attention, the last of each; negative: the first.
+"""Every how many layers one layer has full attention: the last of each group, or the first if negative.
 
 Source: `set_swa_pattern` in llama.cpp. Other architectures ignore a window, unless the header has a pattern.
 """
-_ENCODERS = {
+_ENCODER_ARCHITECTURES = {
     *("bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert", "eurobert"),
     *("modern-bert", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1", "llama-embed", "t5encoder"),
 }
 """Architectures without a cache of keys and values (`create_memory` in llama.cpp)."""
-_RECURRENT = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"))
-_INTERVAL = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
-"""By architecture: the period of layers with attention if the header states none; other layers are recurrent.
-"""
+_RECURRENT_ARCHITECTURES = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"))
+_ATTENTION_PERIOD_BY_ARCHITECTURE = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
+"""Every how many layers one has attention, if the header states no number; the other layers are recurrent."""
 
-_PARALLEL = {"falcon", "cohere2", "cohere2moe", "command-r", "gptneox", "phi2", "stablelm"}
-"""Architectures that compute network and attention in parallel, so a token's width is allocated twice."""
+_PARALLEL_ARCHITECTURES = {"falcon", "cohere2", "cohere2moe", "command-r", "gptneox", "phi2", "stablelm"}
+"""Architectures that compute network and attention in parallel, so that each token needs its width twice."""
 
 Figures = Mapping[str, int | tuple[int, ...]]
 
@@ -64,19 +64,19 @@ class ModelHeader(Protocol):
 
 @dataclass
 class Layer:
-    """The bytes of one layer's weights, and what the layer keeps of a context."""
+    """One layer of a model: the bytes of its weights, and what it keeps of a context."""
 
     weights: int = 0
     repacked: int = 0
     """The part of `weights` that the CPU backend copies into another layout."""
     keys: int = 0
-    """Numbers in the cache of keys for each token."""
+    """Numbers that the layer keeps in the cache of keys for each token."""
     values: int = 0
-    """Numbers in the cache of values for each token."""
+    """Numbers that the layer keeps in the cache of values for each token."""
     window: int = 0
     """Attention window in tokens; 0 = all tokens."""
     state: int = 0
-    """Bytes of recurrent state for each slot."""
+    """Bytes of recurrent state that the layer keeps for each slot."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,8 @@ class Model:
 
     layers: Sequence[Layer]
     output: Layer
-    """The weights of the output and of tensors outside of layers; the embedding counts again if it is the
-    output.
-    """
+    """The weights of the output and of all tensors outside of layers. The embedding is counted here too if it
+    is also used as the output."""
     embedding: int
     """Bytes of the token embedding, which stays in main memory."""
     total: int
@@ -97,14 +96,14 @@ class Model:
     width: int
     heads: int
     projection: int
-    """Numbers that a token's queries have."""
+    """Numbers in the queries of one token."""
     inner: int
-    """Numbers that a layer's feed-forward network or recurrence holds for one token, in all its buffers."""
+    """Numbers that the network or recurrence of a layer holds for one token, in all its buffers."""
     vocabulary: int
 
 
 class _Figures:
-    """The figures of a header, with access by layer."""
+    """The figures of a header; a figure may have one value per layer."""
 
     def __init__(self, figures: Figures) -> None:
         self._figures = figures
@@ -113,7 +112,7 @@ class _Figures:
         return key in self._figures
 
     def of(self, key: str, layer: int = 0, default: int = 0) -> int:
-        """Return the figure of a layer; the last figure if the list is shorter than the number of layers."""
+        """Return the figure for a layer; if the list is too short, its last value."""
         figure = self._figures.get(key, default)
         if isinstance(figure, int):
             return figure
@@ -127,16 +126,15 @@ class _Figures:
         return self._figures.get("attention.sliding_window_pattern")
 
 
-_described: WeakKeyDictionary[ModelHeader, dict[int, Model | None]] = WeakKeyDictionary()
+_model_by_header: WeakKeyDictionary[ModelHeader, dict[int, Model | None]] = WeakKeyDictionary()
 
 
 def describe(header: ModelHeader, size: int) -> Model | None:
     """Describe a model whose weights have `size` bytes; None if the header has too few figures.
 
-    The description is cached as long as its header object exists. A header is read once for each state of its
-    file.
+    The description is cached as long as its header exists. A header is read once for each state of its file.
     """
-    known = _described.setdefault(header, {})
+    known = _model_by_header.setdefault(header, {})
     if size not in known:
         known[size] = _describe(header, size)
     return known[size]
@@ -157,7 +155,7 @@ def _describe(header: ModelHeader, size: int) -> Model | None:
     heads = figures.most("attention.head_count")
     head = figures.of("attention.key_length", default=width // heads if heads else 0)
     is_hybrid = figures.has("ssm.inner_size") and figures.most("feed_forward_length") > 0
-    is_parallel = architecture in _PARALLEL or is_hybrid
+    is_parallel = architecture in _PARALLEL_ARCHITECTURES or is_hybrid
     vocabulary = figures.of("vocab_size") or figures.of("tokenizer.ggml.tokens")
     return Model(
         layers,
@@ -206,12 +204,12 @@ def _add(layer: Layer, tensor: WeightTensor) -> None:
 
 
 def _add_caches(architecture: str, figures: _Figures, layers: Sequence[Layer]) -> None:
-    """Set what each layer keeps of a context (`llama_hparams`, `llama_kv_cache` and `llama_memory_*`).
+    """Set how much each layer keeps of a context (`llama_hparams`, `llama_kv_cache` and `llama_memory_*`).
 
     MLA keeps one compressed row for keys and values. Layers for multi-token prediction, and layers that reuse
     the cache of earlier layers, keep nothing.
     """
-    if architecture in _ENCODERS:
+    if architecture in _ENCODER_ARCHITECTURES:
         return
     count = len(layers) - figures.of("nextn_predict_layers")
     own = 20 if architecture == "gemma3n" else count - figures.of("attention.shared_kv_layers")
@@ -252,17 +250,19 @@ def _window(architecture: str, figures: _Figures, index: int) -> int:
     pattern = figures.pattern()
     if isinstance(pattern, tuple):
         return window if pattern and pattern[index % len(pattern)] else 0
-    period = pattern if pattern is not None else _WINDOWS.get(architecture, 1)
+    period = pattern if pattern is not None else _WINDOW_PERIOD_BY_ARCHITECTURE.get(architecture, 1)
     if period < 0:
         return window if index % -period else 0
     return window if period == 0 or index % period < period - 1 else 0
 
 
 def _is_recurrent(architecture: str, figures: _Figures, index: int) -> bool:
-    """Return True for a layer with a state instead of a cache; always for falcon-h1 (`llama_hparams`)."""
-    if architecture in _RECURRENT or architecture == "falcon-h1":
+    """Return True for a layer with a recurrent state (`llama_hparams`); falcon-h1 has it beside a cache."""
+    if architecture in _RECURRENT_ARCHITECTURES or architecture == "falcon-h1":
         return True
-    interval = figures.of("full_attention_interval", default=_INTERVAL.get(architecture, 0))
+    interval = figures.of(
+        "full_attention_interval", default=_ATTENTION_PERIOD_BY_ARCHITECTURE.get(architecture, 0)
+    )
     if interval:
         return (index + 1) % interval != 0
     if not any(map(figures.has, ("ssm.conv_kernel", "shortconv.l_cache", "kda.head_dim"))):
@@ -286,7 +286,7 @@ def _state_bytes(figures: _Figures) -> int:
 
 
 def _inner(figures: _Figures, tensors: Iterable[WeightTensor], width: int) -> int:
-    """Return the numbers that a layer's network or recurrence holds for one token.
+    """Return the numbers that the network or recurrence of a layer holds for one token.
 
     A gated network holds gate, product and sum; a network without a gate only the product. The outputs of
     experts count in addition if they are wider than the inputs that they replace. A recurrence holds its

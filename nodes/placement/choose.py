@@ -40,7 +40,7 @@ class Selector:
         return self.labels is not None and self.labels <= labels
 
     def tested_labels(self, labels: Labels) -> Labels:
-        """Return the labels with a key that the selector tests."""
+        """Return those of the labels whose key the selector tests."""
         keys = {key for key, _ in self.labels or ()}
         return frozenset(pair for pair in labels if pair[0] in keys) if keys else frozenset()
 
@@ -56,7 +56,7 @@ ANY_NODE = Selector()
 
 
 class Reason(StrEnum):
-    """The reason why a node cannot take a replica now."""
+    """Why a node cannot take a replica now."""
 
     AGENT = "not a backend node"
     SELECTOR = "not matching the rule's selector"
@@ -73,7 +73,7 @@ class Reason(StrEnum):
     SILENT = "not answering or failed a moment ago"
 
 
-_BY_STATUS = {
+_REASON_BY_STATUS = {
     "pending": Reason.PENDING,
     "offline": Reason.OFFLINE,
     "draining": Reason.DRAINING,
@@ -91,23 +91,23 @@ class Need:
 
     vram: int = 0
     vram_required: bool = False
-    """True if a node without the memory is refused (R2.32); otherwise such a node ranks last."""
+    """True if a node that lacks the memory is refused (R2.32); False if it only ranks last."""
     disk: int = 0
     disk_required: bool = False
     files: int = 0
-    """The part of `disk` for the model's files, which are sent to the node; 0 = none, or unknown."""
+    """Bytes of `disk` that are for the model's files, which are sent to the node; 0 = none, or unknown."""
     own_gpus: bool = False
-    """True if the definition selects the GPUs: the engine then sees all GPUs of the node."""
+    """True if the definition chooses the GPUs, so that the engine sees all GPUs of the node."""
     vram_share: float = 0.0
     """The fraction of a GPU's memory that the backend takes; 0 = the backend takes `vram` bytes."""
     terms: tuple[tuple[str, int], ...] = ()
-    """The terms of `vram` (`fit.estimate`): their names and bytes."""
+    """The terms of which `vram` is the sum (`fit.estimate`): their names and bytes."""
     cards: int = 0
     """Number of GPUs; the backend takes `vram_share` of each. 0 if `vram_share` is 0."""
     by_gpu: Pairs = ()
-    """Bytes on each GPU that the definition names, by index. Empty with `own_gpus`: only the total counts."""
+    """Bytes on each GPU that the definition names, by index. Empty if the definition names none."""
     contexts: Pairs = ()
-    """Context lengths in tokens, the definition's first; each with the bytes that it saves."""
+    """Pairs of a context length in tokens, the definition's first, and the bytes that it saves."""
     source: str = "estimated"
     """The source of `vram`: `stated` by the definition, `learned` from former loads, or `estimated`."""
     readings: int = 0
@@ -115,12 +115,12 @@ class Need:
     learned_at: str = ""
     """Time of the newest reading that determined `vram`, in ISO 8601."""
     partial: tuple[tuple[int, int], ...] = ()
-    """Numbers of layers on the GPU, most first, each with the bytes needed; empty: all layers or none."""
+    """Pairs of a number of layers on the GPU, most first, and the bytes needed; empty: all layers or none."""
     unknown_fits: bool = False
     """True if a node that reports no memory counts as a node with enough memory."""
 
     def shares(self, free: int, free_by_gpu: FreeByGpu, needed: int) -> BytesByGpu | None:
-        """Return the bytes of each GPU for `needed` bytes (`fit_gpus`); None if memory is lacking."""
+        """Return the bytes to take of each GPU for `needed` bytes (`fit_gpus`); None if memory is lacking."""
         if self.own_gpus:
             return fit_stated_gpus(free, free_by_gpu, needed, self.by_gpu)
         return fit_gpus(free, free_by_gpu, needed, self.cards)
@@ -132,15 +132,15 @@ class Need:
         return min(int(card_vram * self.vram_share) * self.cards, LARGEST)
 
     def requires_memory(self, *, is_reported: bool) -> bool:
-        """Return True if a node without the memory is refused. `is_reported`: the node reports its memory."""
+        """Return True if a node without the memory is refused; `is_reported`: it reports its memory."""
         return self.vram_required and (is_reported or not self.unknown_fits)
 
     def lacks_card(self, card_vram: int) -> bool:
-        """Return True if the need is a fraction of a GPU, must be met, and the node reports no GPU memory."""
+        """Return True if the need is a required fraction of a GPU, but the node reports no GPU memory."""
         return self.requires_memory(is_reported=False) and self.vram_share > 0 and not card_vram
 
     def with_layers(self, layers: int) -> "Need":
-        """Return the need with `layers` layers on the GPU, a number in `partial`; 0 = unchanged."""
+        """Return the need with `layers` layers on the GPU, a number in `partial`; 0 changes nothing."""
         if not layers:
             return self
         return replace(self, vram=dict(self.partial)[layers], terms=(), by_gpu=(), contexts=(), partial=())
@@ -160,7 +160,7 @@ class Candidate:
     free_vram: int
     """Effectively free memory: available minus reserved (R1.51)."""
     loaded: int
-    """Number of loaded replicas of any model."""
+    """Number of loaded replicas on the node, of any model."""
     in_flight: int
     used_indices: frozenset[int]
     """Replica indices of this model in use on the node, in any state (R1.62 [S])."""
@@ -170,14 +170,14 @@ class Candidate:
     """The labels that the selector tests; other labels of the node may be missing."""
     available_vram: int = 0
     most_vram: int = 0
-    """Bytes that the node can have free at most, with nothing loaded; 0 = not reported."""
+    """Bytes that are free on the node when nothing is loaded; 0 = not reported."""
     card_vram: int = 0
     """Bytes of the node's average GPU, not limited by the memory budget; 0 = not reported."""
     total_disk: int = 0
     """Bytes of the disk; 0 = not reported."""
     available_disk: int = 0
     staged_bytes: int = 0
-    """Bytes of this model's files that the node already has."""
+    """Bytes of this model's files that are already on the node."""
     disk_quota: int = 0
     """Maximum bytes of the files of all models on the node; 0 = no limit."""
     other_models_bytes: int = 0
@@ -189,9 +189,9 @@ class Candidate:
     file_port_failed: bool = False
     """True if files cannot be sent to the node now (`registry/file_port.py`)."""
     conflicts: frozenset[str] = frozenset()
-    """Models with a replica on the node that share a concurrency group with this model (R2.81)."""
+    """Models with a replica on the node that should not share a node with this model (R2.81)."""
     has_backend: bool | None = None
-    """True if the model's backend is installed; None = not read, as other facts distinguish the nodes."""
+    """True if the model's backend is installed; None if this was not read, because other facts decide."""
 
     @property
     def reports_memory(self) -> bool:
@@ -199,14 +199,14 @@ class Candidate:
         return max(self.available_vram, self.most_vram, self.card_vram) > 0
 
     def describe_conflicts(self) -> str:
-        """Explain why the model goes to a node with models of the same concurrency groups."""
+        """Return the sentence that the node already has models of the same concurrency groups."""
         shared = ", ".join(sorted(self.conflicts))
         return f"beside {shared} of the same concurrency group: no better node can take it"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen node and replica index, or no node; and why each refused node was not feasible."""
+    """The node and replica index that were chosen, or no node; and why each refused node was refused."""
 
     node: Candidate | None
     replica_index: int = 0
@@ -215,7 +215,7 @@ class Decision:
     """All feasible nodes, the chosen one first."""
     selector: Selector = ANY_NODE
     lacking: Mapping[Reason, str] = field(default_factory=dict)
-    """By refusal reason for lack of space: text with the needed amount and the refused nodes' amounts."""
+    """By reason for lack of space: a text with the needed amount and the amounts of the refused nodes."""
 
     def describe_refusals(self) -> str:
         """Return one sentence that explains why no node was chosen."""
@@ -233,14 +233,14 @@ class Decision:
 
 
 class Rank(NamedTuple):
-    """The sort key of feasible nodes. The first field that differs decides; the lowest value is best."""
+    """The sort key of feasible nodes: the first field that differs decides, and the lower value wins."""
 
     failures: int
     """Failures of this load on the node."""
     shared: bool
     """True if a model of the same concurrency group is loaded on the node."""
     lacks_memory: bool
-    """True unless the need is known and the node has the memory for it."""
+    """False if the need is known and the node has the memory for it."""
     gpus: int
     """Number of GPUs that the replica would use; nodes where it uses one GPU come first."""
     busy: bool
@@ -260,7 +260,7 @@ def find_refusal(
     *,
     selector: Selector = ANY_NODE,
 ) -> Reason | None:
-    """Return the reason why `node` cannot take one more replica; None if it can.
+    """Return why `node` cannot take one more replica; None if it can.
 
     Permanent reasons come before transient ones: a node that does not match the selector stays useless when
     it becomes healthy.
@@ -269,8 +269,8 @@ def find_refusal(
         return Reason.AGENT
     if not selector.matches(node.labels):
         return Reason.SELECTOR
-    if node.status in _BY_STATUS:
-        return _BY_STATUS[node.status]
+    if node.status in _REASON_BY_STATUS:
+        return _REASON_BY_STATUS[node.status]
     if need.files > 0 and node.file_port_failed:
         return Reason.FILE_PORT
     if need.disk_required and lacks_disk(node, need):
@@ -288,7 +288,7 @@ def find_refusal(
 
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
-    """Return True if the node reports too little disk space; files that it already has count (R2.38)."""
+    """Return True if the node reports too little disk space; files that are on it already count (R2.38)."""
     return node.total_disk > 0 and node.available_disk + node.staged_bytes < need.disk
 
 
@@ -310,12 +310,12 @@ def describe_vram_needed(node: Candidate, need: Need) -> str:
 
 
 def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
-    """Return the bytes that a replica would take of each GPU; None if there is too little memory."""
+    """Return the bytes to take of each GPU for a replica; None if there is too little memory."""
     return need.shares(node.free_vram, node.gpus, vram_needed(node, need))
 
 
 def usable_bytes(node: Candidate, need: Need) -> int:
-    """Return the free bytes on the GPUs that a replica would take; else the largest need that would fit."""
+    """Return the free bytes on the GPUs to use; if the replica does not fit, the largest need that would."""
     needed, rooms = vram_needed(node, need), dict(node.gpus)
     shares = need.shares(node.free_vram, node.gpus, needed)
     if shares is not None:
@@ -325,7 +325,7 @@ def usable_bytes(node: Candidate, need: Need) -> int:
 
 
 def smaller_context(node: Candidate, need: Need) -> int:
-    """Return the largest context in tokens below the definition's that fits the node; 0 = none."""
+    """Return the largest context in tokens, below the definition's, with which the replica fits; 0 = none."""
     needed = vram_needed(node, need)
     fitting = (
         context
@@ -336,12 +336,12 @@ def smaller_context(node: Candidate, need: Need) -> int:
 
 
 def format_context(tokens: int) -> str:
-    """Format a number of tokens; a multiple of 1,024 as, for example, `8k`."""
+    """Format a number of tokens; a multiple of 1,024 as for example `8k`."""
     return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
 def free_index(node: Candidate) -> int | None:
-    """Return the lowest replica index not in use, or None when all slots are in use (R1.63)."""
+    """Return the lowest free replica index of the model on the node; None without a free slot (R1.63)."""
     return lowest_free_index(node.used_indices, node.slots)
 
 
@@ -364,7 +364,7 @@ def choose_node(
     backed_off: Set[UUID] = frozenset(),
     selector: Selector = ANY_NODE,
 ) -> Decision:
-    """Choose the best feasible node; a node in `backed_off` is not feasible.
+    """Choose the best feasible node for one replica. Nodes in `backed_off` are not feasible.
 
     Nodes with fewer failures of this load come first.
     """
@@ -383,7 +383,7 @@ def build_decision(
     need: Need,
     selector: Selector,
 ) -> Decision:
-    """Return the decision. Each considered node is either in `ranked` or in `refused`."""
+    """Return the decision. Each considered node is in exactly one of `ranked` and `refused`."""
     if not ranked:
         return Decision(
             None, refused=refused, selector=selector, lacking=_lacks_by_reason(considered, refused, need)
@@ -392,7 +392,7 @@ def build_decision(
 
 
 def rank_node(node: Candidate, need: Need, backoffs: NodeBackoffs) -> Rank:
-    """Return the rank of a node: R2.82, then R1.70 if the need is known and the node has the memory.
+    """Return the rank of a node by R2.82 and, if the need is known and its memory is free, R1.70.
 
     Without a known need, or on a node without the memory, R1.71 and R1.72 apply, without reservations.
     """
@@ -409,7 +409,7 @@ def rank_node(node: Candidate, need: Need, backoffs: NodeBackoffs) -> Rank:
 
 
 def equal_to_best(decision: Decision, need: Need, backoffs: NodeBackoffs) -> list[Candidate]:
-    """Return the best node and the ranked nodes whose rank differs from the best rank only by name."""
+    """Return the ranked nodes that differ from the best node only by name, beginning with the best node."""
     ranks = ((node, rank_node(node, need, backoffs)) for node in decision.ranked)
     best: tuple[object, ...] = ()
     equal: list[Candidate] = []
@@ -424,7 +424,7 @@ def equal_to_best(decision: Decision, need: Need, backoffs: NodeBackoffs) -> lis
 def _lacks_by_reason(
     nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need
 ) -> dict[Reason, str]:
-    """Describe the memory or disk of the nodes that were refused for lack of it (R2.39)."""
+    """Describe, for each reason for lack of space, the memory or disk of the refused nodes (R2.39)."""
     descriptions = {}
     by_memory, by_gpus = (
         sorted((n for n in nodes if refused.get(n.id) is reason), key=lambda n: (-n.free_vram, n.name))
@@ -469,7 +469,7 @@ def _most_needed(nodes: Sequence[Candidate], need: Need) -> str:
 
 
 def _context_hint(nodes: Sequence[Candidate], need: Need) -> str:
-    """Return a hint with the largest context that fits one of the first nodes; empty if no context fits."""
+    """Return a hint at the largest context that fits one of the first nodes; "" if no context fits."""
     contexts = [(smaller_context(node, need), -place) for place, node in enumerate(nodes[:_MAX_NAMED_NODES])]
     context, place = max(contexts)
     return f"; with {format_context(context)} context it fits on {nodes[-place].name}" if context else ""

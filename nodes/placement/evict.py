@@ -22,13 +22,13 @@ from nodes.placement.choose import NO_NEED, Candidate, Need, Reason, has_memory
 from nodes.placement.memory import FreeByGpu, add_freed_memory
 
 JUST_LOADED = timedelta(seconds=5)
-"""Time after its load during which a replica is protected, because waiting requests are about to use it."""
-_PAST, _FUTURE = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
-_MAX_NAMED, _MAX_NAME_LENGTH = 5, 64
+"""Time after its load for which a replica is protected, because waiting requests are about to use it."""
+_DISTANT_PAST, _DISTANT_FUTURE = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+_MAX_NAMED_REPLICAS, _MAX_NAME_LENGTH = 5, 64
 
 
 class ProtectionReason(StrEnum):
-    """The reason why a replica is protected from eviction."""
+    """Why a replica is protected from eviction."""
 
     BUSY = "busy"
     OWN = "of the model itself"
@@ -41,7 +41,7 @@ class ProtectionReason(StrEnum):
 
 @dataclass(frozen=True)
 class Resident:
-    """A replica that uses memory of its node, with the facts that eviction needs."""
+    """A replica that uses memory of its node, with the facts that an eviction depends on."""
 
     id: UUID
     node_id: UUID
@@ -49,21 +49,21 @@ class Resident:
     """`<model>#<index>`."""
     model_name: str
     leaving: bool
-    """True if the replica receives no new requests and its engine is about to stop."""
+    """True if the replica gets no new requests because its engine is about to stop."""
     in_flight: int
     last_used: datetime
     vram: int
     """Estimated memory use in bytes; 0 = unknown."""
     loaded_at: datetime | None = None
     gpus: FreeByGpu = frozenset()
-    """The part of `vram` on each GPU, by index; empty if unknown."""
+    """By GPU index: the part of `vram` on it; empty if unknown."""
     started_at: datetime | None = None
     """Start time of the replica's engine."""
 
     def serves_until(self, times: float) -> datetime:
-        """Return the end of the replica's minimum serving time: `times` its load time, as far as known."""
+        """Return the end of the replica's minimum time of serving: `times` its load time, if known."""
         if self.loaded_at is None:
-            return _PAST
+            return _DISTANT_PAST
         load_time = self.loaded_at - (self.started_at or self.loaded_at)
         return self.loaded_at + max(load_time * times, JUST_LOADED)
 
@@ -74,7 +74,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class ProtectionRules:
-    """The facts that protect replicas from an eviction for `model_name`."""
+    """The facts that protect replicas from eviction for a load of `model_name`."""
 
     model_name: str
     now: datetime
@@ -83,18 +83,16 @@ class ProtectionRules:
     minimums: Mapping[str, int]
     """Minimum number of replicas per model, for the models that have a rule."""
     spread: Set[str] = frozenset()
-    """Models whose rule requires a replica on every node."""
+    """Models whose rule wants a replica on every node."""
     least_serving: float | None = None
-    """Load times that a replica serves before a busy replica can be evicted; None: busy replicas are
-    protected.
-    """
+    """Multiple of its load time that a replica serves before it can be evicted while busy; None: never."""
     claimed: Set[UUID] = frozenset()
-    """Nodes whose memory is claimed by older loads that wait."""
+    """Nodes whose memory goes first to older loads that wait."""
 
     def find_protection(
         self, resident: Resident, evicted_count: Mapping[str, int]
     ) -> ProtectionReason | None:
-        """Return the replica's protection, or None. `evicted_count`: evictions so far, per model."""
+        """Return why the replica is protected, or None. `evicted_count`: the evictions so far, per model."""
         if resident.model_name == self.model_name:
             return ProtectionReason.OWN
         if resident.in_flight > 0 and self.least_serving is None:
@@ -113,7 +111,7 @@ class ProtectionRules:
 
 @dataclass(frozen=True)
 class Eviction:
-    """The node on which memory is freed, and the replicas to evict; no node if no eviction helps."""
+    """The node whose memory is freed for a load, and the replicas to evict there; no node if none helps."""
 
     node: Candidate | None
     victims: Sequence[Resident] = ()
@@ -121,17 +119,19 @@ class Eviction:
     leaving: Sequence[Resident] = ()
     """Replicas that are already terminating."""
     why: str = ""
-    """One sentence: the replicas that the load waits for, or why no eviction can free the memory."""
+    """One sentence: which replicas the load waits for, or why no eviction can free the memory."""
     looked_at: Sequence[UUID] = ()
     among: Sequence[Resident] = ()
     guard: ProtectionRules | None = None
-    """The input of the decision: considered nodes, their replicas and the protection rules."""
+    """The input of the choice: considered nodes (`looked_at`), their replicas (`among`) and the protection
+    rules."""
     turn: tuple[UUID, datetime] | None = None
-    """If `node` is None: the node that the load gets later, and the time when its replicas may be evicted."""
+    """If `node` is None: the node whose memory the load gets later, and the time at which it may evict
+    there."""
 
     @property
     def drains(self) -> bool:
-        """Return True if requests run on victims."""
+        """True if requests are running on replicas to evict."""
         return any(victim.in_flight for victim in self.victims)
 
 
@@ -141,7 +141,7 @@ def nodes_short_of_memory(
     backed_off: Set[UUID] = frozenset(),
     need: Need = NO_NEED,
 ) -> list[Candidate]:
-    """Return the nodes that lack only memory; no node if any node has the memory and merely backs off.
+    """Return the nodes that lack only memory; none if another node has it and merely backs off.
 
     `find_refusal` checks all other reasons first, so the returned nodes match the selector and have a free
     slot. If the need is a fraction of a GPU, nodes that report no GPU are excluded.
@@ -156,7 +156,7 @@ def nodes_short_of_memory(
 def choose_victims(
     nodes: Iterable[Candidate], residents: Iterable[Resident], guard: ProtectionRules, need: Need
 ) -> Eviction:
-    """Choose the node whose victims have been unused for the longest time, for a load with this need."""
+    """Choose replicas to evict for a load with this need, all on the node where they were idle longest."""
     considered, among = list(nodes), list(residents)
     by_node: dict[UUID, list[Resident]] = {node.id: [] for node in considered}
     for resident in among:
@@ -193,13 +193,10 @@ def _find_turn(
     guard: ProtectionRules,
     need: Need,
 ) -> tuple[Candidate, datetime] | None:
-    """Return the node that can evict enough replicas first, and when.
-
-    None if no eviction would free enough even after the minimum serving times.
-    """
+    """Return the node that can evict enough replicas first, and the time; None if no node ever can."""
     if guard.least_serving is None:
         return None
-    times, later = guard.least_serving, replace(guard, now=_FUTURE)
+    times, later = guard.least_serving, replace(guard, now=_DISTANT_FUTURE)
     turns = [
         (node, max([guard.now, *(victim.serves_until(times) for victim in victims)]))
         for node in nodes
@@ -211,7 +208,7 @@ def _find_turn(
 def _fewest_victims(
     node: Candidate, residents: Sequence[Resident], guard: ProtectionRules, need: Need
 ) -> tuple[Resident, ...] | None:
-    """Return the fewest victims that free enough memory; None if no eviction frees enough.
+    """Return the fewest replicas of the node that free enough memory; None if all together do not.
 
     Idle replicas come first, the longest unused first; then busy replicas, the longest loaded first.
     """
@@ -235,12 +232,12 @@ def _fewest_victims(
 
 def _victim_order(resident: Resident) -> tuple[bool, datetime, UUID]:
     is_busy = resident.in_flight > 0
-    since = resident.loaded_at or _PAST if is_busy else resident.last_used
+    since = resident.loaded_at or _DISTANT_PAST if is_busy else resident.last_used
     return is_busy, since, resident.id
 
 
 def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
-    """Return the node with the memory of the replicas `freed` free again, on the GPUs that they used.
+    """Return the node as if the replicas `freed` had freed their memory, on the GPUs that they used.
 
     Memory use is an estimate, so the free memory is limited to the totals of the node and its GPUs.
     """
@@ -255,7 +252,7 @@ def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
 
 
 def _eviction_rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, bool, datetime, int, str]:
-    is_busy, last_used, _ = max(map(_victim_order, victims), default=(False, _PAST, None))
+    is_busy, last_used, _ = max(map(_victim_order, victims), default=(False, _DISTANT_PAST, None))
     return is_busy, bool(victims), last_used, len(victims), node.name
 
 
@@ -267,10 +264,12 @@ def _describe_wait(node: Candidate, victims: Sequence[Resident], terminating: Se
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Join the first few names, each cut in length, and add the number of the remaining names."""
+    """Join the first few names, each cut in length, and append how many are left out."""
     sorted_names = sorted(names)
-    suffix = [f"{len(sorted_names) - _MAX_NAMED} more"] if len(sorted_names) > _MAX_NAMED else []
-    return ", ".join([*(name[:_MAX_NAME_LENGTH] for name in sorted_names[:_MAX_NAMED]), *suffix])
+    suffix = (
+        [f"{len(sorted_names) - _MAX_NAMED_REPLICAS} more"] if len(sorted_names) > _MAX_NAMED_REPLICAS else []
+    )
+    return ", ".join([*(name[:_MAX_NAME_LENGTH] for name in sorted_names[:_MAX_NAMED_REPLICAS]), *suffix])
 
 
 def _describe_protections(residents: Iterable[Sequence[Resident]], guard: ProtectionRules) -> str:

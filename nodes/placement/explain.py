@@ -49,28 +49,28 @@ from nodes.placement.load_times import NodeBackoffs
 from nodes.placement.sizes import describe_need
 
 MAX_BYTES = 16 * 1024
-"""Most bytes of one record as JSON, with everything."""
+"""Maximum bytes of one record as JSON, with all its columns."""
 MAX_SHOWN_NODES = 5
 """Maximum number of best nodes, and of nearest misses, in an explanation."""
 MAX_VERDICTS = 20
-"""Number of nodes whose memory is compared with a need in an answer."""
+"""Maximum number of nodes whose memory an answer compares with a need."""
 MAX_SENTENCE_LENGTH = 1000
 _MAX_SELECTOR_LENGTH, _MAX_NAME_LENGTH = 400, 64
 """Characters; a name is cut only if the explanation is too large otherwise."""
 OTHER_COLUMNS_BYTES = 2560
-"""Bytes reserved for the other columns of a row: two names of 255 characters, ids and times."""
+"""Bytes of a record reserved for its other columns: two names of 255 characters, ids and times."""
 
 _VICTIMS_BYTES = 2048
-"""Bytes reserved for the description of the evicted replicas."""
+"""Bytes of a record reserved for the description of evicted replicas."""
 
-_NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
-_NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
-"""Sort key of a refusal. `find_refusal` tests transient conditions last, so a later reason is a nearer miss.
-"""
+_NO_ALLOWED_NODE_SENTENCE = "none of the nodes that it may use is registered"
+_NEARNESS_BY_REASON = {reason: place for place, reason in enumerate(reversed(Reason))}
+"""How near a refused node came. `find_refusal` tests transient conditions last, so a later reason is
+nearer."""
 
 
 class DecisionOutcome(StrEnum):
-    """The outcome of a decision."""
+    """What a decision led to."""
 
     PLACED = "placed"
     WAITING = "waiting"
@@ -82,7 +82,7 @@ class DecisionOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class FleetView:
-    """The complete input of a decision."""
+    """The nodes and facts that a placement decision reads: its complete input."""
 
     nodes: Sequence[Candidate]
     need: Need
@@ -90,10 +90,10 @@ class FleetView:
     backoffs: NodeBackoffs = field(default_factory=dict)
     backed_off: Set[UUID] = frozenset()
     restricted: bool = False
-    """True if `nodes` holds only the nodes that the load may use, not all nodes."""
+    """True if `nodes` has only those nodes that the load may use."""
 
     def decide(self) -> Decision:
-        """Choose a node from this view."""
+        """Choose a node from these nodes."""
         return choose_node(
             self.nodes,
             need=self.need,
@@ -105,7 +105,7 @@ class FleetView:
 
 @dataclass(frozen=True)
 class Explanation:
-    """One decision and its reason; `facts` can be encoded as JSON."""
+    """A decision with its reason; `facts` can be encoded as JSON."""
 
     outcome: DecisionOutcome
     sentence: str
@@ -113,11 +113,11 @@ class Explanation:
     replica_index: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     gpu_layers: int = 0
-    """Layers on the GPU if fewer than the definition sets; 0: as the definition sets."""
+    """Layers on the GPU if fewer than in the definition; 0 for the number in the definition."""
 
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
-    """Explain why `snapshot` led to `decision`, in at most `MAX_BYTES`."""
+    """Explain why the decision follows from `snapshot`, in at most `MAX_BYTES`."""
     sentence = truncate(_decision_sentence(snapshot, decision), MAX_SENTENCE_LENGTH)
     best, misses = list(_best_nodes(snapshot, decision)), list(_nearest_misses(snapshot, decision))
     facts: dict[str, Any] = {
@@ -155,11 +155,11 @@ FACTS_WITHOUT_FLEET: Mapping[str, Any] = {
     "misses": [],
     "evicts": [],
 }
-"""The facts of a decision for which no nodes were compared."""
+"""The facts of a decision that compared no nodes."""
 
 
 def describe_victims(victims: Iterable[Resident]) -> list[dict[str, Any]]:
-    """Describe the first `MAX_SHOWN_NODES` evicted replicas: the bytes that they free, and their last use."""
+    """Describe the first `MAX_SHOWN_NODES` evicted replicas: the bytes that each frees, and its last use."""
     return [
         {
             "replica_id": str(victim.id),
@@ -176,7 +176,9 @@ def describe_victims(victims: Iterable[Resident]) -> list[dict[str, Any]]:
 def _decision_sentence(snapshot: FleetView, decision: Decision) -> str:
     if decision.node is None:
         return (
-            decision.describe_refusals() if snapshot.nodes or not snapshot.restricted else _NONE_OF_ITS_NODES
+            decision.describe_refusals()
+            if snapshot.nodes or not snapshot.restricted
+            else _NO_ALLOWED_NODE_SENTENCE
         )
     if len(decision.ranked) > 1:
         return _compare(snapshot, decision.node, decision.ranked[1], is_ahead=True)
@@ -195,12 +197,12 @@ def _refusal_counts(decision: Decision) -> list[dict[str, Any]]:
 
 
 def reason_code(reason: Reason) -> str:
-    """Return the reason's machine-readable code."""
+    """Return the machine-readable code of a reason."""
     return reason.name.lower()
 
 
 def _compare(snapshot: FleetView, node: Candidate, other: Candidate, *, is_ahead: bool) -> str:
-    """Describe the first term of the rank in which two nodes differ. `is_ahead`: `node` is the better one."""
+    """Describe the first term of the rank in which two nodes differ; `is_ahead`: `node` is the better one."""
     need, name = snapshot.need, truncate(other.name, _MAX_NAME_LENGTH)
     rank, other_rank = (rank_node(ranked, need, snapshot.backoffs) for ranked in (node, other))
     differing = (term for term in TERMS if getattr(rank, term) != getattr(other_rank, term))
@@ -219,7 +221,7 @@ _Figure = Callable[[Rank, Candidate, Need], str]
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the rank: its text for the better and for the worse node, and its formatted value."""
+    """A term of the rank: its texts for the better and the worse node, and how its value is formatted."""
 
     ahead: str
     behind: str
@@ -295,7 +297,7 @@ def _nearest_misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[st
     refused = (node for node in snapshot.nodes if node.id in decision.refused)
 
     def distance(node: Candidate) -> tuple[int, int, str]:
-        return _NEARNESS[decision.refused[node.id]], -node.free_vram, node.name
+        return _NEARNESS_BY_REASON[decision.refused[node.id]], -node.free_vram, node.name
 
     for node in heapq.nsmallest(MAX_SHOWN_NODES, refused, key=distance):
         reason = decision.refused[node.id]
@@ -333,20 +335,20 @@ class MemoryVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """The verdict on one node, and what would help; memory in bytes."""
+    """The memory of one node compared with a need, and what would help; in bytes."""
 
     node: Candidate
     verdict: MemoryVerdict
     needed: int
-    """0 = unknown."""
+    """Bytes that the replica needs on the node; 0 = unknown."""
     usable: int
     """The bytes that the replica could use on the node."""
     context: int = 0
-    """The largest smaller context that fits the node, in tokens; 0 = none."""
+    """The largest smaller context with which the replica fits, in tokens; 0 = none."""
     unload: tuple[str, ...] = ()
     """Names of the replicas whose eviction would free enough memory."""
     reason: str = ""
-    """The reason other than memory why the node is refused; empty if there is none."""
+    """Why the node is refused for another reason than memory; empty if it is not."""
 
     @property
     def missing(self) -> int:
@@ -354,7 +356,7 @@ class NodeMemory:
         return self.needed - self.usable if is_lacking else 0
 
     def describe(self, terms: Terms = ()) -> str:
-        """Return the verdict as a sentence, with the terms of the need if `terms` has any."""
+        """Return the comparison as a sentence, with the terms of the need if `terms` has any."""
         name = truncate(self.node.name, _MAX_NAME_LENGTH)
         match self.verdict:
             case MemoryVerdict.REFUSED:
@@ -375,11 +377,11 @@ class NodeMemory:
 
 @dataclass(frozen=True)
 class MemoryExplanation:
-    """The need, and the verdicts on the first nodes; nodes that fit come first."""
+    """A need compared with the memory of the first nodes; nodes that fit come first."""
 
     need: Need
     considered: int
-    """The number of all nodes, including nodes without a verdict."""
+    """Number of all nodes, also of those that are not among `nodes`."""
     nodes: Sequence[NodeMemory]
 
     def describe(self) -> str:
@@ -393,9 +395,9 @@ class MemoryExplanation:
 
 
 def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | None]]:
-    """Return the first nodes, each with its refusal for a reason other than memory, or None.
+    """Return the first nodes by their memory, each with its refusal for another reason, or None.
 
-    Order: nodes that fit, nodes that lack only memory, the others.
+    Order: nodes that fit, nodes that lack only memory, then all others.
     """
     need, selector = replace(snapshot.need, vram_required=False), snapshot.selector
     pairs = [(node, find_refusal(node, need=need, selector=selector)) for node in snapshot.nodes]
@@ -410,7 +412,7 @@ def nearest_by_memory(snapshot: FleetView) -> list[tuple[Candidate, Reason | Non
 def explain_memory(
     snapshot: FleetView, residents: Sequence[Resident], guard: ProtectionRules
 ) -> MemoryExplanation:
-    """Explain which nodes have the memory; `residents` are the replicas on nodes that lack it."""
+    """Compare the nodes' memory with the need; `residents` are the replicas on nodes that lack memory."""
     nodes = [
         _node_memory(node, refusal, snapshot.need, residents, guard)
         for node, refusal in nearest_by_memory(snapshot)

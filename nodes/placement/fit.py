@@ -19,17 +19,17 @@ from nodes.placement.architectures import MAX_LAYERS, Layer, Model, ModelHeader,
 CONTEXT = 8192
 """Context in tokens if the definition does not set one (C37)."""
 MIN_CONTEXT = 1024
-"""The smallest context, in tokens, that is offered instead of one that does not fit."""
+"""Smallest context in tokens that is proposed in place of one that does not fit."""
 BATCH = 512
 LARGEST = 2**62
-"""Upper limit of an estimate in bytes: sums of nonsensical values in a header must not overflow a column."""
+"""Upper limit of an estimate in bytes, so that sums of nonsensical figures do not overflow a column."""
 _MIB = 2**20
 _BYTES_PER_TOKEN = 2048
 _MAX_GPUS = 128
 _MAX_LAYER_COUNTS = 32
-"""Maximum number of layer counts that are compared if not all layers fit."""
+"""Maximum number of layer counts that are tried if not all layers fit."""
 _CELL_MULTIPLE = 256
-"""llama.cpp rounds the number of cells of a cache up to a multiple of this."""
+"""llama.cpp rounds the number of cells of a cache up to a multiple of this number."""
 
 BACKEND_CONTEXT = {"cuda": 457 * _MIB, "rocm": 457 * _MIB, "vulkan": 250 * _MIB, "sycl": 250 * _MIB}
 """Bytes of each GPU that a process takes before any model: driver context, kernels, library workspaces.
@@ -38,24 +38,32 @@ Sources: `cudaMinimumMemory` and `rocmMinimumMemory` of Ollama (`discover/gpu.go
 gguf-parser-go assumes for other devices (`--non-uma-vram-footprint`). "cpu" and "metal" are not listed,
 because they share the machine's memory: their value is 0.
 """
-_KINDS = {"cuda": "cuda", "rocm": "rocm", "hip": "rocm", "vulkan": "vulkan", "sycl": "sycl", "intel": "sycl"}
-_KINDS |= {"metal": "metal", "darwin": "metal", "cpu": "cpu"}
+_DEVICE_KIND_BY_NAME = {
+    "cuda": "cuda",
+    "rocm": "rocm",
+    "hip": "rocm",
+    "vulkan": "vulkan",
+    "sycl": "sycl",
+    "intel": "sycl",
+}
+_DEVICE_KIND_BY_NAME |= {"metal": "metal", "darwin": "metal", "cpu": "cpu"}
 SHARE_BACKENDS = {"vllm": 0.9, "sglang": 0.9}
-"""By part of a backend's name: the fraction of a GPU that it takes unless `gpu_memory_utilization` is set.
+"""Fraction of a GPU that an engine of this backend takes unless `gpu_memory_utilization` is set.
 
-Source: `gpu_memory_utilization` of vLLM; SGLang derives a similar value from the GPU's size.
+The key is a part of the backend's name. Source: `gpu_memory_utilization` of vLLM; SGLang derives a similar
+value from the GPU's size.
 """
-_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_0": 5.5, "q5_1": 6.0}
-_BITS |= {"q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5}
+_BITS_BY_CACHE_TYPE = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_0": 5.5, "q5_1": 6.0}
+_BITS_BY_CACHE_TYPE |= {"q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5}
 """Bits of a number in a cache, with the scale of its block (ggml's type traits)."""
 Terms = tuple[tuple[str, int], ...]
-"""Pairs of a term's name and its bytes: weights, context, buffers and so on."""
+"""Pairs of a term's name and its bytes, such as weights, context or buffers."""
 Pairs = tuple[tuple[int, int], ...]
 """Pairs of whole numbers; the second one is bytes."""
 
 
 class Files(Protocol):
-    """The files to load: the model's weights and header, and further files; sizes in bytes."""
+    """The model's files that an engine loads: weights, their header, and further files; sizes in bytes."""
 
     @property
     def weights(self) -> int: ...
@@ -79,21 +87,21 @@ class LoadOptions:
     """Tokens of all slots together, as LocalAI's engines share them."""
     slots: int = 1
     unified: bool = True
-    """True if the slots share one cache; otherwise each slot has an equal part of the cache."""
+    """True if all slots share one cache; False if each slot has an equal part of it."""
     batch: int = BATCH
     gpu_layers: int = MAX_LAYERS
     gpus: int = 1
     split: tuple[float, ...] = ()
-    """The weight of each GPU by its index, if the definition states `tensor_split`."""
+    """By GPU index: its weight, if the definition states `tensor_split`."""
     main_gpu: int = 0
     split_mode: str = "layer"
     """`none`: everything is on the main GPU. `layer` or `row`: `split` distributes layers, or rows of
     tensors.
     """
-    keys: float = _BITS["f16"]
-    """Bits of a number in the cache of keys."""
-    values: float = _BITS["f16"]
-    """Bits of a number in the cache of values."""
+    keys: float = _BITS_BY_CACHE_TYPE["f16"]
+    """Bits of one number in the cache of keys."""
+    values: float = _BITS_BY_CACHE_TYPE["f16"]
+    """Bits of one number in the cache of values."""
     flash_attention: bool = True
     mapped: bool = True
     cache_on_gpu: bool = True
@@ -104,7 +112,7 @@ class LoadOptions:
 
     @property
     def cells(self) -> int:
-        """Cells of one stream of the cache."""
+        """Number of cells in one stream of the cache."""
         return _pad_cells(self.context if self.unified else self.context // self.slots)
 
     @property
@@ -123,7 +131,7 @@ def _pad_cells(cells: int) -> int:
 
 
 def load_options(options: Mapping[str, Any]) -> LoadOptions:
-    """Return the options of a definition; an unusable value is replaced by its default."""
+    """Return the options that a definition sets; an unusable value is replaced by the default."""
     extra = dict(str(option).partition(":")[::2] for option in options.get("Options") or ())
     slots = _parse_positive_int(extra.get("parallel") or extra.get("n_parallel"), 1)
     context = options.get("ContextSize") or 0
@@ -143,8 +151,10 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
         split=split,
         main_gpu=_parse_positive_int(options.get("MainGPU"), 0),
         split_mode=split_mode,
-        keys=_BITS.get(str(options.get("CacheTypeKey")).lower(), _BITS["f16"]),
-        values=_BITS.get(str(options.get("CacheTypeValue")).lower(), _BITS["f16"]),
+        keys=_BITS_BY_CACHE_TYPE.get(str(options.get("CacheTypeKey")).lower(), _BITS_BY_CACHE_TYPE["f16"]),
+        values=_BITS_BY_CACHE_TYPE.get(
+            str(options.get("CacheTypeValue")).lower(), _BITS_BY_CACHE_TYPE["f16"]
+        ),
         flash_attention=str(options.get("FlashAttention")).lower() not in ("off", "false", "disabled", "0"),
         mapped=bool(options.get("MMap", True)),
         cache_on_gpu=not options.get("NoKVOffload"),
@@ -172,8 +182,10 @@ def _parse_positive_int(text: object, default: int) -> int:
 
 
 def device_kind(backend: str) -> str:
-    """Return the kind of device that a backend is built for; `cuda` if the backend's name has no kind."""
-    return next((_KINDS[part] for part in _name_parts(backend) if part in _KINDS), "cuda")
+    """Return the kind of device that a backend is built for; `cuda` if its name does not tell."""
+    return next(
+        (_DEVICE_KIND_BY_NAME[part] for part in _name_parts(backend) if part in _DEVICE_KIND_BY_NAME), "cuda"
+    )
 
 
 def _name_parts(backend: str) -> list[str]:
@@ -181,7 +193,7 @@ def _name_parts(backend: str) -> list[str]:
 
 
 def card_share(backend: str, options: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the fraction of a GPU that the backend takes, and the number of GPUs.
+    """Return the fraction of a GPU that the backend takes, and of how many GPUs.
 
     (0, 0) if the backend takes only the memory that the model needs.
     """
@@ -214,7 +226,7 @@ def _on_gpu(model: Model, load: LoadOptions) -> Sequence[Layer]:
 
 
 def context_bytes(model: Model, load: LoadOptions, kind: str) -> int:
-    """Return the bytes of the cache of keys and values and of recurrent states (`llama_kv_cache`).
+    """Return the bytes of the caches of keys and values and of recurrent states (`llama_kv_cache`).
 
     Without flash attention, values are stored transposed: every layer is as wide as the widest.
     """
@@ -298,10 +310,10 @@ def _model_terms(header: ModelHeader | None, size: int, load: LoadOptions, kind:
 
 
 def fewer_layers(files: Files, load: LoadOptions, kind: str, needed: int = 0) -> Pairs:
-    """Return numbers of layers on the GPU with the bytes needed, most layers first; () without a header.
+    """Return pairs of a number of layers on the GPU and the bytes needed, most layers first.
 
-    If readings show that all layers need more bytes (`needed`) than estimated, the difference is added to
-    each number.
+    () without a header. If readings show that all layers need more bytes (`needed`) than estimated, the
+    difference is added to each number.
     """
     model = describe(files.header, files.weights) if files.header is not None else None
     count = len(model.layers) if model is not None else 0
@@ -313,9 +325,10 @@ def fewer_layers(files: Files, load: LoadOptions, kind: str, needed: int = 0) ->
 
 
 MAX_READINGS = 5
-"""Maximum stored readings of one definition, backend build and kind of device."""
+"""Maximum readings that are stored for one definition, backend build and kind of device."""
 MAX_OWN, MAX_DIFFERENCE = 2.0, 1.5
-"""Multiples of the estimate above which an engine's own figure, or a difference of readings, is ignored."""
+"""A reading above this multiple of the estimate is ignored: `MAX_OWN` for an engine's own figure,
+`MAX_DIFFERENCE` for a difference of two readings of the device."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +343,7 @@ class EngineReading:
 
 
 def apply_readings(terms: Terms, readings: Sequence[EngineReading]) -> tuple[Terms, Sequence[EngineReading]]:
-    """Return the terms according to the largest accepted reading, and the accepted readings.
+    """Return the terms corrected by the largest accepted reading, and the accepted readings.
 
     A reading below weights and context, or far above the estimate, is ignored: the reading is wrong, or
     another process has freed or taken memory. Without an estimate all readings are accepted; without an

@@ -1,8 +1,8 @@
 """Decide a load: its node, the reason why it waits, or its end; and the eviction for it. Pure.
 
-`choose` ranks nodes, `evict` selects victims, `explain` writes the sentences. This module combines the three.
-A load, a what-if answer and a replayed decision all use it, so all three decide in the same way. A simulation
-places replicas one by one, each as if the earlier replicas were loaded.
+`choose` ranks nodes, `evict` selects replicas to evict, `explain` writes the sentences. This module combines
+the three. A load, a what-if answer and a replayed decision all use it, so all three decide in the same way. A
+simulation places replicas one by one, each as if the earlier replicas were loaded.
 """
 
 from bisect import bisect_left
@@ -43,12 +43,12 @@ from nodes.placement.explain import (
 )
 from nodes.placement.memory import add_free_bytes, fill_gpus, total_bytes
 
-_REFUSED_BY_ALL = "every node that could take it has refused this load"
+_REFUSED_BY_ALL_REASON = "every node that could take it has refused this load"
 
 
 @dataclass(frozen=True)
 class LoadQuestion:
-    """The request of a load, and the facts that only this load has."""
+    """The input of a load's decision: the nodes, and the facts that only this load has."""
 
     view: FleetView
     refusing: frozenset[UUID] = frozenset()
@@ -56,14 +56,14 @@ class LoadQuestion:
     evicts: bool = True
     """True if replicas may be evicted for the load; False for a scale-up, which has no waiting request."""
     fits_by_replacement: bool = False
-    """True if the load fits after the eviction of the replica that it replaces; it then loads all layers."""
+    """True if the load fits with all layers after the replica that it replaces is evicted."""
 
     def evictable_nodes(self, decision: Decision) -> list[Candidate]:
         """Return the nodes on which an eviction would help this load."""
         return self._short_of_memory(decision) if self.evicts else []
 
     def choose_partial(self, decision: Decision) -> tuple[Candidate, int] | None:
-        """Return the node whose memory holds the most layers, and their number; None if no layer fits."""
+        """Return the node that has memory for the most layers, and their number; None if no layer fits."""
         parts, options = () if self.fits_by_replacement else self.view.need.partial, []
         for node in self._short_of_memory(decision) if parts else ():
             # The fewer layers, the less memory: the first that fits has the most.
@@ -95,7 +95,7 @@ class LoadQuestion:
         return all(id in self.refusing for id in backed_off)
 
     def fits_by_replacing(self, replica: Resident, decision: Decision) -> bool:
-        """Return True if the replica's node was refused only for memory or a slot that the replica uses.
+        """Return True if the replica's node lacks only the memory or the slot that the replica uses.
 
         If anything else is missing, evicting the replica would not help.
         """
@@ -110,13 +110,13 @@ class LoadQuestion:
 
 @dataclass(frozen=True)
 class EvictionCandidates:
-    """The replicas that could be evicted, and the facts that protect them."""
+    """The replicas that may be evicted for a load, and the facts that protect them."""
 
     residents: Sequence[Resident]
     guard: ProtectionRules
 
     def choose_eviction(self, question: LoadQuestion, decision: Decision) -> Eviction | None:
-        """Return the eviction that frees enough memory, or an `Eviction` without a node and with the reason.
+        """Return the eviction for a load; without a node, but with a reason, if none frees enough memory.
 
         None if no node lacks only memory.
         """
@@ -135,15 +135,15 @@ class EvictionCandidates:
 def decide_load(
     question: LoadQuestion, decision: Decision, eviction: Eviction | None = None, *, is_expired: bool = False
 ) -> Explanation:
-    """Return the outcome of the load and its reason.
+    """Return the outcome of the load and the reason for it.
 
-    `eviction` is the eviction for `evictable_nodes`. `is_expired`: no request needs the load.
+    `eviction` is the eviction for `evictable_nodes`. `is_expired`: no request needs the load any more.
     """
     explanation = explain(question.view, decision)
     if decision.node is None and is_expired:
         explanation = replace(explanation, outcome=DecisionOutcome.REFUSED)
     if question.refused_by_all(decision):
-        sentence = truncate(f"{_REFUSED_BY_ALL}; {explanation.sentence}", MAX_SENTENCE_LENGTH)
+        sentence = truncate(f"{_REFUSED_BY_ALL_REASON}; {explanation.sentence}", MAX_SENTENCE_LENGTH)
         return replace(explanation, outcome=DecisionOutcome.REFUSED, sentence=sentence)
     if eviction is None or eviction.node is None or eviction.drains:
         chosen = question.choose_partial(decision)
@@ -180,13 +180,13 @@ def _with_fewer_layers(explanation: Explanation, node: Candidate, layers: int) -
 
 
 AllowedNodes = Sequence[Set[UUID] | None]
-"""For each replica, the allowed nodes; None: all nodes."""
+"""By position of the replica: the nodes that it may use; None = all nodes."""
 
 
 def simulate_placements(
     question: LoadQuestion, allowed_nodes: AllowedNodes, occupants: EvictionCandidates | None = None
 ) -> Iterator[Explanation]:
-    """Yield the decision for each replica.
+    """Yield the decision for each replica, as if all earlier replicas were loaded.
 
     The simulation ends when a replica that may use any node finds no node, because all later replicas would
     fail too. A replica that is evicted for one decision does not exist for the next decision.
@@ -221,7 +221,7 @@ def _node_after_eviction(node: Candidate, eviction: Eviction) -> Candidate:
 
 
 def _node_with_replica(node: Candidate, index: int, need: Need) -> Candidate:
-    """Return the node with the replica loaded. Several replicas share the model's files."""
+    """Return the node as if the replica were loaded; replicas of a model share its files."""
     disk = 0 if node.used_indices else max(need.disk - node.staged_bytes, 0)
     shares, needed = gpu_shares(node, need), vram_needed(node, need)
     if shares is None:

@@ -17,20 +17,20 @@ from uuid import UUID
 from localai_cluster.kit import backoff
 
 LOAD, MAX_LOAD = 300.0, 6 * 3600.0
-"""Limit for a payload of unknown size, and the largest limit (C28)."""
+"""Seconds that loading a payload of unknown size may take, and the maximum for any size (C28)."""
 _SECONDS_PER_GIB = 20.0
 INSTALL = 900.0
 MARGIN, MIN_HOLD = 300.0, 1500.0
-"""The margin and the smallest progress deadline (C29)."""
+"""Seconds added to the limits for the progress deadline, and its minimum in seconds (C29)."""
 STALL = 300.0
 """Seconds without progress after which a load is abandoned (C30)."""
 _BYTES_READ_PER_SECOND = 32 * 2**20
 MAX_HOLD = 24 * 3600.0
-"""Largest age of a load (C31)."""
+"""Maximum age of a load in seconds (C31)."""
 
 
 def load_limit(payload: int, given: float = 0.0) -> float:
-    """Return the limit of one LoadModel for `payload` bytes (0 = unknown); `given` overrides it (R2.60)."""
+    """Return the limit of one LoadModel for `payload` bytes (0 = unknown); `given` replaces it (R2.60)."""
     if given > 0:
         return given
     return min(LOAD + _SECONDS_PER_GIB * max(payload, 0) / 2**30, MAX_LOAD)
@@ -42,7 +42,7 @@ def progress_deadline(install: float, load: float) -> float:
 
 
 def extend_deadline(age: float, more: float, base: float) -> float:
-    """Return the seconds that a load may take from now: after progress, or before a step of `more` s (R2.24).
+    """Return how many seconds a load may take from now, after progress or before a step of `more` s (R2.24).
 
     The sum of `age` and the result never exceeds the absolute limit, which is at least `base`.
     """
@@ -62,13 +62,14 @@ MAX_DELAY = 15.0
 
 @dataclass(frozen=True)
 class NodeBackoff:
-    """The number of failures of a node in one load, and the end of the node's back-off."""
+    """How often a node has failed in one load, and until when the load does not try it again."""
 
     times: int
     until: datetime
 
 
 NodeBackoffs = Mapping[UUID, NodeBackoff]
+"""Back-offs of one load, by node."""
 
 
 def add_failure(backoffs: NodeBackoffs, node_id: UUID, now: datetime) -> dict[UUID, NodeBackoff]:
@@ -79,7 +80,7 @@ def add_failure(backoffs: NodeBackoffs, node_id: UUID, now: datetime) -> dict[UU
 
 
 def backed_off_nodes(backoffs: NodeBackoffs, now: datetime) -> frozenset[UUID]:
-    """Return the nodes whose back-off has not ended."""
+    """Return the nodes that must not be tried yet."""
     return frozenset(node_id for node_id, backoff in backoffs.items() if backoff.until > now)
 
 
@@ -90,7 +91,7 @@ def seconds_until_retry(backoffs: NodeBackoffs, now: datetime) -> float | None:
 
 
 def from_payload(payload: Mapping[str, Any]) -> dict[UUID, NodeBackoff]:
-    """Parse the back-offs in an operation's payload."""
+    """Return the back-offs that an operation's payload has."""
     entries = payload.get("setbacks", {})
     return {
         UUID(id): NodeBackoff(times, datetime.fromisoformat(until)) for id, (times, until) in entries.items()

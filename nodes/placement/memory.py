@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 SPLIT_OVERHEAD = 512 * 2**20
-"""Bytes for a context and buffers on each GPU of a split, and for layers that cannot be divided."""
+"""Bytes that each GPU of a split load needs in addition, for contexts, buffers and indivisible layers."""
 
 FreeByGpu = frozenset[tuple[int, int]]
 """Pairs of a GPU's index and its free bytes; each index occurs once."""
@@ -35,7 +35,7 @@ BytesByGpu = Mapping[int, int]
 
 
 def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int, cards: int = 0) -> BytesByGpu | None:
-    """Return the bytes of each GPU for a load of `need` bytes; None if there is too little memory.
+    """Return the bytes to take of each GPU for a load of `need` bytes; None if there is too little memory.
 
     The result is empty if the need is unknown or the node does not report its GPUs. `free` is the node's
     effectively free memory; a budget may keep it below the sum of its GPUs. If `cards` is not 0, the load
@@ -59,7 +59,7 @@ def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int, cards: int = 0) -> By
 def fit_stated_gpus(
     free: int, free_by_gpu: FreeByGpu, need: int, by_gpu: Iterable[tuple[int, int]]
 ) -> BytesByGpu | None:
-    """Return the bytes of each GPU that the definition names; None if one GPU has too little memory.
+    """Return the bytes to take of each GPU that the definition names; None if one of them has too little.
 
     GPUs that the node does not have are left out, as in llama.cpp: the other GPUs take more.
     """
@@ -101,7 +101,7 @@ def _split_over_gpus(free_by_gpu: FreeByGpu, need: int) -> dict[int, int]:
 
 
 def fill_gpus(free_by_gpu: FreeByGpu, need: int) -> BytesByGpu:
-    """Return the bytes of each GPU for a load that does not fit: GPUs with the most memory first."""
+    """Return the bytes to take of each GPU for a load that does not fit: GPUs with the most memory first."""
     shares, remaining = {}, need
     for negative, index in sorted(
         [(-free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes > 0]
@@ -114,7 +114,7 @@ def fill_gpus(free_by_gpu: FreeByGpu, need: int) -> BytesByGpu:
 
 
 def total_bytes(shares: BytesByGpu, need: int) -> int:
-    """Return the bytes that the load takes of the node; a split load takes more than its need."""
+    """Return the bytes that a load takes of the node; more than its need if it is split."""
     return sum(shares.values()) or need
 
 
@@ -132,10 +132,10 @@ def add_freed_memory(
     most: int,
     gpu_totals: FreeByGpu,
 ) -> tuple[int, FreeByGpu]:
-    """Return the free memory of a node and of its GPUs after replicas end.
+    """Return the free memory of a node and of its GPUs as if some replicas had ended.
 
-    `freed`: the bytes of each replica, in total and by GPU. Memory use is an estimate, so the results are
-    limited to `most` and to each GPU's total. 0 or a missing GPU = not reported.
+    `freed`: the bytes of each of these replicas, in total and by GPU. Memory use is an estimate, so the
+    results are limited to `most` and to each GPU's total. 0 or a missing GPU = not reported.
     """
     totals, freed_free, freed_gpus = dict(gpu_totals), free, dict(free_by_gpu)
     for amount, shares in freed:
@@ -153,7 +153,7 @@ def add_freed_memory(
 
 
 NEVER = datetime.min.replace(tzinfo=UTC)
-"""The reading time of a node that has not reported its memory."""
+"""Time of the reading of a node that has never reported its memory."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,13 @@ class MemoryReading:
     available: int
     at: datetime
     ceiling: int = 0
-    """Maximum bytes of a memory budget, 0 = no budget. It also limits earlier readings, so that a lowered
-    budget does not count as allocated memory.
-    """
+    """Maximum bytes of a memory budget, 0 = no budget. It also limits earlier readings: otherwise the bytes
+    above a lowered budget would count as allocated."""
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """The bytes that one load needs, the reading by which it was placed, and its publication time."""
+    """The bytes that one load needs, the reading by which it was placed, and the time of its publication."""
 
     needed: int
     seen: int
@@ -182,7 +181,7 @@ class Reservation:
 
 
 def unallocated_on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReading) -> int:
-    """Return the bytes of `reading.available` on one GPU that loads of the node will still allocate.
+    """Return how many bytes of `reading.available`, of one GPU, loads have reserved but not yet allocated.
 
     A reservation without GPUs may use any GPU, so it counts on each GPU, as not allocated yet.
     """
@@ -197,7 +196,7 @@ def unallocated_on_gpu(reservations: Iterable[Reservation], index: int, reading:
 
 
 def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReading) -> int:
-    """Return the bytes of `reading.available` that loads of the node will still allocate."""
+    """Return how many bytes of `reading.available` loads have reserved but not yet allocated."""
     counted = _relevant_reservations(list(reservations), reading.at)
     unread = sum(
         reservation.needed
@@ -213,10 +212,10 @@ def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReadin
 
 
 def _relevant_reservations(reservations: Sequence[Reservation], read_at: datetime) -> list[Reservation]:
-    """Return the active loads, and the replicas published since the earliest relevant reading.
+    """Return the active loads, and the replicas that a relevant reading does not yet show completely.
 
-    The reading of a relevant replica is relevant too, so each such replica may move the earliest reading
-    back.
+    Relevant is the reading by which such a load or replica was placed, so each replica may move the earliest
+    relevant reading back.
     """
     counted = [reservation for reservation in reservations if reservation.loaded_at is None]
     earliest = min([read_at, *(reservation.seen_at for reservation in counted)])
@@ -238,7 +237,7 @@ MIN_MARGIN = 2**30
 
 
 def required_disk(payload: int) -> int:
-    """Return the free bytes that a node must have for `payload` bytes of files (R2.37)."""
+    """Return the bytes that must be free on a node's disk for `payload` bytes of files (R2.37)."""
     if payload <= 0:
         return UNKNOWN_PAYLOAD
     return payload + max(payload // 20, MIN_MARGIN)

@@ -31,23 +31,26 @@ from nodes.placement.explain import FleetView
 from nodes.placement.load_times import NodeBackoffs
 
 MAX_ROWS = 64_000
-"""Most nodes in all rankings together; the least recently used rankings are dropped."""
-_REBUILT = 8
-"""A ranking is sorted again if more than one in this many nodes has changed."""
+"""Maximum number of nodes in all rankings together; the least recently used rankings are dropped."""
+_REBUILD_DIVISOR = 8
+"""A ranking is sorted anew if more than one in this many of its nodes has changed."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about nodes that depend on the model: used indices, conflicting models, bytes of files."""
+    """The facts about nodes that depend on the model: used indices, conflicting models, bytes of files.
+
+    A node that is not listed keeps the values of its `Candidate`.
+    """
 
     used_indices: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
     staged_bytes: Mapping[UUID, int] = field(default_factory=dict)
     other_models_bytes: Mapping[UUID, int] = field(default_factory=dict)
-    """By node; a node that is not listed keeps the value of the `Candidate`."""
+    """By node: bytes of other models' files."""
 
     def of(self, node: Candidate) -> Candidate:
-        """Return the node with the facts of the model."""
+        """Return the node with these facts about the model."""
         return replace(
             node,
             used_indices=self.used_indices.get(node.id, frozenset()),
@@ -62,7 +65,10 @@ _NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
 
 
 class _Order:
-    """Nodes by rank, in two lists: comparing and hashing in Python would dominate the cost."""
+    """Nodes in the order of their ranks.
+
+    Two lists hold them: comparing and hashing nodes in Python would dominate the cost.
+    """
 
     def __init__(self, ranks: list[Rank], nodes: list[Candidate]) -> None:
         self.ranks, self.nodes = ranks, nodes
@@ -86,7 +92,7 @@ class _Order:
 
 
 class _Ranking:
-    """All nodes for one need and one selector, for a model without a replica."""
+    """All nodes for one need and one selector, refused or ranked, as for a model without a replica."""
 
     def __init__(self, need: Need, labels: Labels | None) -> None:
         self.need, self.selector = need, Selector("", labels)
@@ -97,8 +103,8 @@ class _Ranking:
         self.changed: set[UUID] = set()
 
     def follow(self, fleet: Mapping[UUID, Candidate]) -> None:
-        """Evaluate the changed nodes of the fleet again."""
-        rebuild = len(self.changed) * _REBUILT > len(fleet)
+        """Update the ranking after changes of nodes in the fleet."""
+        rebuild = len(self.changed) * _REBUILD_DIVISOR > len(fleet)
         for id in self.changed:
             self.nodes.pop(id, None)
             self.refused.pop(id, None)
@@ -127,7 +133,7 @@ class _Ranking:
 
 
 class RankedFleet:
-    """All nodes with all their labels, without facts that depend on the model. Not thread-safe."""
+    """All nodes with all labels, without facts that depend on a model. Not thread-safe."""
 
     def __init__(self) -> None:
         self.nodes: dict[UUID, Candidate] = {}
@@ -148,7 +154,7 @@ class RankedFleet:
             ranking.changed.add(id)
 
     def decide(self, question: FleetView, own: ModelFacts = NO_MODEL_FACTS) -> tuple[FleetView, Decision]:
-        """Return the complete view and the decision that `choose` would make.
+        """Return the decision that `choose` would make for the question, and its complete view.
 
         The returned view has all nodes, with the labels that the question tests.
         """

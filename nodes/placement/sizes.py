@@ -7,11 +7,11 @@ from nodes.placement.memory import UNKNOWN_PAYLOAD
 
 QUOTA_HINT = "remove models there that are not used, or raise the quota"
 STATED_NEED = "stated"
-"""The source, and the name of the only term, of a need that the definition states."""
+"""Source of a need that the definition states; also the name of its only term."""
 
 
 def describe_disk_need(files: int, needed: int) -> str:
-    """Format the disk space that is needed and its purpose: `files` bytes are the model's files."""
+    """Format the needed disk space with its purpose; `files` bytes of it are for the model's files."""
     if files <= 0:
         return gib_rounded_up(needed) + (
             " assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else ""
@@ -21,7 +21,7 @@ def describe_disk_need(files: int, needed: int) -> str:
 
 
 def describe_quota(used: int, quota: int, missing: int) -> str:
-    """Format the figures of a disk quota that the missing bytes would exceed."""
+    """Format the figures of a disk quota that `missing` bytes would exceed."""
     return (
         f"{format_gib(used)} of {format_gib(quota)} of the quota for models are used,"
         f" {format_bytes(missing)} more are needed"
@@ -35,7 +35,7 @@ def format_terms(terms: Iterable[tuple[str, int]]) -> str:
 
 
 def describe_need(amount: str, terms: Sequence[tuple[str, int]], joint: str) -> str:
-    """Format a need: `amount`, then `joint` and the terms, or a note that the definition states the need."""
+    """Format a need: `amount`, then `joint` and the terms. Without terms a note says that it is stated."""
     if [name for name, _ in terms] == [STATED_NEED]:
         return f"{amount} as its definition states"
     listed = format_terms(terms)

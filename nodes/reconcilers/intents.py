@@ -1,7 +1,7 @@
-"""Intents whose node cannot take them: the reasons in their targets, and their end (R1.118 to R1.120).
+"""End pending commands (intents) that a node cannot run, and state why others wait (R1.118 to R1.120).
 
-No intent disappears without a record: if it is given up, its targets end with the reason, and the failed
-operation waits for an operator. If an intent was removed with its node, its targets end in the same way.
+No command disappears without a record: if it is given up, its targets end with the reason, and the failed
+operation waits for an operator. If a command was removed with its node, its targets end in the same way.
 """
 
 import logging
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 def end_stale_intents(*, now: datetime) -> int:
     """End intents that cannot succeed any more, and targets whose intent was removed; return their number.
 
-    Also repeats lost work for upgrades in waves: it opens targets that waited for other work on their node,
-    and reopens replicas that a dead controller withdrew from requests. It refreshes the reasons of waiting
-    targets, because the NOTIFY of a change may be lost.
+    The pass also repeats work that may have been lost. For upgrades in waves it opens targets that waited for
+    other work on their node, and reopens replicas that a dead controller withdrew from requests. It refreshes
+    the reasons of waiting targets, because the NOTIFY of a change may be lost.
 
     Returns at once if another process holds the lock. A constant number of statements for any number of
     intents.
@@ -45,8 +45,8 @@ def end_stale_intents(*, now: datetime) -> int:
     return ended
 
 
-def _end_hopeless(now: datetime) -> int:
-    """End resting intents of nodes that left or were away longer than CLUSTER_INSTALL_WAIT."""
+def _end_hopeless_intents(now: datetime) -> int:
+    """End idle intents of nodes that were removed from service or absent longer than CLUSTER_INSTALL_WAIT."""
     resting = PendingBackendOp.objects.resting().exclude(node__status="healthy", node__node_type="backend")
     ended = {}
     for intent in resting.select_related("node"):
@@ -57,34 +57,34 @@ def _end_hopeless(now: datetime) -> int:
     return intents.end(ended, now=now)
 
 
-def _catch_up(now: datetime) -> int:
-    """Open wave targets whose node was busy. Return 0, because no intent ends."""
+def _open_ready_targets(now: datetime) -> int:
+    """Open the wave targets that waited for a busy node. Return 0, because this ends no intent."""
     waves.catch_up(now=now)
     return 0
 
 
-def _put_back(now: datetime) -> int:
-    """Reopen withdrawn replicas that no upgrade needs for requests. Return 0, because no intent ends."""
+def _reopen_replicas(now: datetime) -> int:
+    """Return to service replicas that no upgrade needs withdrawn. Return 0, because this ends no intent."""
     if restored := drains.return_without_upgrade():
         log.info("%d replicas serve again: no upgrade needs them out of the picks", restored)
     return 0
 
 
-def _explain(now: datetime) -> int:
-    """Refresh the reasons of waiting targets. Return 0, because no intent ends."""
-    explain(None, now=now)
+def _refresh_all_reasons(now: datetime) -> int:
+    """Refresh the reasons of all waiting targets. Return 0, because this ends no intent."""
+    refresh_reasons(None, now=now)
     return 0
 
 
-def _end_intents_without_part(now: datetime) -> int:
-    """End intents that no operation needs any more: a safety net."""
+def _end_unneeded_intents(now: datetime) -> int:
+    """End intents without an unfinished target: a safety net."""
     open_targets = OperationTarget.objects.filter(intent_id=OuterRef("pk")).exclude(status__in=targets.ENDED)
     orphans = PendingBackendOp.objects.resting().filter(~Exists(open_targets))
     reason = "no operation asks for it any more"
     return intents.end({id: Ended(error=reason) for id in orphans.values_list("id", flat=True)}, now=now)
 
 
-def _end_parts_without_intent(now: datetime) -> int:
+def _end_targets_without_intent(now: datetime) -> int:
     """End targets whose node was removed together with its intents."""
     intent = PendingBackendOp.objects.filter(pk=OuterRef("intent_id"))
     open_targets = OperationTarget.objects.filter(intent_id__isnull=False).exclude(status__in=targets.ENDED)
@@ -98,8 +98,8 @@ def _end_parts_without_intent(now: datetime) -> int:
     return len(changes)
 
 
-def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
-    """Refresh the reasons of targets that wait for these nodes; None = all nodes. Few statements."""
+def refresh_reasons(changed: Collection[UUID] | None, *, now: datetime) -> None:
+    """Refresh the reasons of the targets that wait for these nodes; None = all nodes. Few statements."""
     resting = PendingBackendOp.objects.resting().select_related("node")
     if changed is not None:
         resting = resting.filter(node__in=changed)
@@ -129,10 +129,10 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
 
 
 _STEPS = (
-    _end_hopeless,
-    _end_parts_without_intent,
-    _catch_up,
-    _put_back,
-    _end_intents_without_part,
-    _explain,
+    _end_hopeless_intents,
+    _end_targets_without_intent,
+    _open_ready_targets,
+    _reopen_replicas,
+    _end_unneeded_intents,
+    _refresh_all_reasons,
 )

@@ -42,12 +42,12 @@ from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
 
-MIN_FLEET = 20
+MIN_FLEET_SIZE = 20
 """Minimum number of nodes, including silent nodes, for a mass-disruption hold."""
 HEALING_TIME = timedelta(seconds=30)
-"""Extension of a hold while silent nodes recover: three heartbeat intervals of ten seconds."""
+"""Time by which a hold is extended while silent nodes recover: three heartbeat intervals of ten seconds."""
 NEARLY_SILENT_FRACTION = 0.75
-"""Fraction of the limit after which a node counts as nearly silent: four heartbeats are missing."""
+"""Part of the silence limit after which a node counts as nearly silent: four heartbeats are missing."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MassHold:
 
 @dataclass(frozen=True)
 class Silence:
-    """Numbers of silent nodes, of nearly silent nodes, and of all nodes."""
+    """Numbers of silent nodes, of nearly silent nodes, and of all nodes (`of`)."""
 
     silent: int
     nearly: int
@@ -68,7 +68,9 @@ class Silence:
 
 
 def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: float) -> MassHold | None:
-    """Return the hold from now on, or None. `seconds` is the duration of a new hold, 0 = no holds.
+    """Return the mass-disruption hold that applies now, or None.
+
+    `seconds` is the duration of a new hold, 0 = no holds.
 
     After an expired hold no new hold begins in the same pass: its nodes become offline. While a network
     failure is repaired, the nodes return one after another, so the last few are held for `HEALING_TIME`
@@ -86,7 +88,7 @@ def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds of silence after which a node or a web process counts as gone."""
+    """Limits of silence in seconds, for nodes and web processes, and the duration of a hold."""
 
     node: float
     web: float
@@ -96,9 +98,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class NodeLiveness:
-    """A node's last heartbeat (None = never), and the time since which it is marked unhealthy.
+    """When a node was last heard of: `at` is its last heartbeat, None if it never sent one.
 
-    `answered_at` is the time of its last reply on the bus.
+    `unhealthy_at` is the time since which it is marked unhealthy, `answered_at` that of its last reply on the
+    bus.
     """
 
     id: UUID
@@ -120,7 +123,7 @@ class NodeLiveness:
 
 @dataclass(frozen=True)
 class WebLiveness:
-    """A web process: its last heartbeat, and the start of its uninterrupted run."""
+    """A web process: `at` is its last sign of life, `hearing_since` the start of its uninterrupted run."""
 
     id: UUID
     at: datetime
@@ -138,13 +141,13 @@ class LivenessSnapshot:
 
 @dataclass(frozen=True)
 class Plan:
-    """Nodes and web processes to declare gone, recovered nodes, and silent nodes on hold."""
+    """The changes of one pass: nodes and web processes that are gone, recovered nodes, and nodes on hold."""
 
     nodes: list[UUID]
     processes: list[UUID]
     recovered: list[UUID] = field(default_factory=list)
     doubtful: list[UUID] = field(default_factory=list)
-    """Nodes with heartbeats but without a reply on the bus yet, whose workers are queried."""
+    """Unhealthy nodes that send heartbeats again but have not replied on the bus: they are probed."""
     held: list[UUID] = field(default_factory=list)
     of: int = 0
     """Number of observed nodes."""
@@ -160,12 +163,10 @@ class Plan:
 
 
 def plan_liveness(observed: LivenessSnapshot, now: datetime, limits: Limits) -> Plan:
-    """Plan for nodes whose silence is longer than the limit (R5.4).
+    """Return the changes for nodes whose silence is longer than the limit, or over (R5.4).
 
-    Silence counts only while a web process runs.
-
-    After an outage of the web processes or the database every node seems silent. No node is declared gone
-    before a web process has run for the full limit (I12).
+    Silence counts only while a web process runs. After an outage of the web processes or the database every
+    node seems silent, so no node is declared gone before a web process has run for the full limit (I12).
     """
     web, node = timedelta(seconds=limits.web), timedelta(seconds=limits.node)
     dead = [process.id for process in observed.processes if now - process.at > web]
@@ -206,7 +207,7 @@ def observe() -> LivenessSnapshot:
 
 
 def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
-    """Apply the parts of the plan that are still true. Return the numbers of lost nodes and processes."""
+    """Apply the parts of the plan that are still true. Return the numbers of lost nodes and web processes."""
     if plan.is_empty:
         return 0, 0
     actor = task("liveness")
@@ -225,7 +226,7 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
 
 
 def _lock_rows(plan: Plan) -> list[UUID]:
-    """Lock all rows that the plan changes; return the ids of the replicas.
+    """Lock all rows that the plan changes; return the ids of the locked replicas.
 
     The order is nodes by id, then replicas by id, as for heartbeats and picks. Locking in steps would hold a
     later replica while it waits for an earlier one.
@@ -257,35 +258,35 @@ PROBES_UNTIL_UNHEALTHY = 4
 """Number of consecutive probes without a listener that make a node unhealthy."""
 MAX_PROBES = 64
 """Maximum number of probes in one pass of a controller."""
-MAX_GAP = 10.0
-"""Seconds between two probes from which on they are not consecutive: this process slept, or lacked the
-database."""
+MAX_PROBE_GAP = 10.0
+"""Maximum seconds between two consecutive probes. After a longer gap (this process slept, or lacked the
+database) the count begins again."""
 ANSWER_VALID_SECONDS = 10.0
 """Seconds after a reply during which a node is not probed again."""
 _PROBE_TIMEOUT = 2.0
 """Seconds within which a worker must reply to a probe."""
-_GATHER = 0.5
+_GATHER_SECONDS = 0.5
 """Seconds for which ended connections are gathered into one pass."""
 
 
 @dataclass(frozen=True)
 class Absence:
-    """Consecutive probes without a listener, with the monotonic times of the first and the last."""
+    """A series of probes without a listener: their number, and the monotonic times of the first and last."""
 
     since: float
     last: float
     probes: int = 1
 
     def after(self, at: float) -> "Absence":
-        """Return the absence after one more probe without a listener."""
-        if at - self.last > MAX_GAP:
+        """Return the series with one more probe at `at`; a new series if the gap was too long."""
+        if at - self.last > MAX_PROBE_GAP:
             return Absence(at, at)
         return Absence(self.since, at, self.probes + 1)
 
 
 @dataclass(frozen=True)
 class LateNode:
-    """A node to probe. `heard_at` is its last heartbeat, or its approval if that is later."""
+    """A node whose heartbeat is late. `heard_at` is its last heartbeat, or its approval if that is later."""
 
     id: UUID
     name: str
@@ -295,7 +296,7 @@ class LateNode:
 
 @dataclass(frozen=True)
 class LateNodes:
-    """The nodes to probe, the longest silent node first.
+    """The nodes to probe, beginning with the longest silent one.
 
     `hearing_since` is the start of the uninterrupted run of the web processes; None without a web process.
     """
@@ -307,10 +308,10 @@ class LateNodes:
 def absent_nodes(
     late: LateNodes, absences: Mapping[UUID, Absence], now: datetime, *, doubt: float, gone: float
 ) -> tuple[list[UUID], list[UUID]]:
-    """Return the nodes to mark unhealthy after `doubt` seconds, and offline after `gone` seconds. Pure.
+    """Return the nodes that probes show as absent: to mark unhealthy, and to take offline. Pure.
 
-    An offline node was silent for `gone` seconds of the web processes' run, and absent from the bus for half
-    of them.
+    A node becomes unhealthy after `doubt` seconds without a listener. It goes offline if it was silent for
+    `gone` seconds of the web processes' run, and absent from the bus for half of them.
     """
     unhealthy, offline = [], []
     for node in late.nodes:
@@ -355,22 +356,22 @@ def read_late_nodes(
 
 def _is_massive(late: int, of: int) -> bool:
     """Return True if so many nodes are late that the network or the servers are the more likely cause."""
-    return of >= MIN_FLEET and late * 3 > of
+    return of >= MIN_FLEET_SIZE and late * 3 > of
 
 
 class BusProbes(PeriodicTask):
-    """The periodic task of a controller that probes late nodes on the bus.
+    """The periodic task of a controller that probes nodes with late heartbeats on the bus.
 
     Its results are in memory only: another controller starts again, which only costs time. The lack of a
     listener proves nothing if this process was disconnected, has just connected, or slept.
     """
 
     def __init__(self, bus: Bus) -> None:
-        # Well within `MAX_GAP`, whatever the setting: else no two probes would be in a row.
-        period = min(conf.cluster().node_doubt_after / (PROBES_UNTIL_UNHEALTHY - 1), MAX_GAP / 2)
-        interval = max(period - _GATHER, 0.0)
+        # Well within `MAX_PROBE_GAP`, whatever the setting: else no two probes would be in a row.
+        period = min(conf.cluster().node_doubt_after / (PROBES_UNTIL_UNHEALTHY - 1), MAX_PROBE_GAP / 2)
+        interval = max(period - _GATHER_SECONDS, 0.0)
         super().__init__(
-            "bus probes", self.run_pass, interval=interval, gather=_GATHER, retry_on=(DatabaseError,)
+            "bus probes", self.run_pass, interval=interval, gather=_GATHER_SECONDS, retry_on=(DatabaseError,)
         )
         self._bus = bus
         self._users: set[str] = set()
@@ -417,7 +418,7 @@ class BusProbes(PeriodicTask):
                 self._absences[node.id] = absence.after(at) if absence else Absence(at, at)
 
     async def _has_listener(self, node: LateNode) -> bool | None:
-        """Return True if the node has a listener; None if this process lost the bus meanwhile."""
+        """Return True if the node listens on the bus; None if this process lost the bus during the probe."""
         match await Worker(self._bus, str(node.id), node.name).backends(_PROBE_TIMEOUT):
             case NoResponders():
                 return False
@@ -436,7 +437,7 @@ def _mark_absent(
 
 
 def recount() -> int:
-    """Correct in-flight counts that differ from the sum over processes. Return their number."""
+    """Correct the in-flight counts that differ from the sum over processes; return their number."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(statements.LOCK_MISCOUNTED)
         ids = [id for (id,) in cursor.fetchall()]

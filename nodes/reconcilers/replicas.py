@@ -4,9 +4,8 @@ It requests loads and unloads, and waits for none of them. Each request is a tra
 failed request does not stop the others (R4.5). The rows of the rules store the results. The pass includes
 models without a rule that have a replica of a former definition.
 
-`preview` returns the plan of the pass for a rule that is not saved, as at a tick of the schedule. Saving the
-rule does not end the cooldown of the stored rule: the preview shows the end of the cooldown, and then the
-actions after it.
+`preview` plans a rule that is not saved, as at a tick of the schedule. Saving the rule does not end the
+cooldown of the stored rule: the preview shows the end of the cooldown, and then the actions after it.
 """
 
 import asyncio
@@ -74,12 +73,12 @@ from operations.models import Operation, Status
 log = logging.getLogger(__name__)
 
 ACTOR = "system"
-_SHOWN_CHARACTERS = 200
-"""Maximum characters of a load's error in the reason of a rule."""
+_MAX_ERROR_CHARACTERS = 200
+"""Maximum characters of a load's error that the reason of a rule quotes."""
 
 
 def run_pass(*, tick: bool) -> bool:
-    """Run one pass. Return False at once if another process is running a pass. `tick`: see `plan`."""
+    """Run one pass; return False at once if another process is running one. `tick`: see `plan`."""
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
@@ -140,7 +139,7 @@ def observe(
         loads=loads.counts,
         waiting=loads.waiting,
         pinned=loads.pinned,
-        failures={model: Failure(at, error[:_SHOWN_CHARACTERS]) for model, at, error in failures if at},
+        failures={model: Failure(at, error[:_MAX_ERROR_CHARACTERS]) for model, at, error in failures if at},
         defined=None if revisions is None else frozenset(revisions),
         revisions=revisions or {},
         replacing=loads.replacing,
@@ -183,7 +182,7 @@ def _read_hosts(keys: Iterable[str]) -> list[FleetNode]:
 
 
 def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
-    """Return the revisions of all defined models (R4.21); None while the folder does not respond.
+    """Return the current revision of each defined model (R4.21); None while the folder does not respond.
 
     The folder is read again, because a process with older definitions than another one would undo its
     replacements. A file that cannot be read counts with the revision of the model's last load. With
@@ -204,7 +203,7 @@ def definition_revisions(*, withdraws: bool = False) -> dict[str, str] | None:
 
 
 def unload_withdrawn(revisions: Mapping[str, str] | None, now: datetime) -> int:
-    """Unload models without a file or an enabled stored definition; return their number.
+    """Unload models whose definition was deleted or disabled; return their number.
 
     A load that began before may end after this. One query without such a model.
     """
@@ -217,17 +216,17 @@ def unload_withdrawn(revisions: Mapping[str, str] | None, now: datetime) -> int:
     models = list(loaded.order_by().values_list("model_name", flat=True).distinct())
     for model in models:
         try:
-            unload_requests.unload(UnloadRequest(model, Requester(ACTOR), reason=_WITHDRAWN), now=now)
+            unload_requests.unload(UnloadRequest(model, Requester(ACTOR), reason=_WITHDRAWN_REASON), now=now)
         except errors.ClusterError as refusal:
-            log.info("%s: %s; %s", model, _WITHDRAWN, refusal.message)
+            log.info("%s: %s; %s", model, _WITHDRAWN_REASON, refusal.message)
     return len(models)
 
 
-_WITHDRAWN = "its definition is disabled or deleted"
+_WITHDRAWN_REASON = "its definition is disabled or deleted"
 
 
 def apply_decision(decision: RuleDecision, now: datetime) -> RuleDecision:
-    """Execute the actions until one is refused (R4.15); return the decision with the executed actions."""
+    """Run the actions until one is refused (R4.15); return the decision with the actions that were run."""
     done: list[Action] = []
     for action in decision.actions:
         try:
@@ -247,7 +246,7 @@ def apply_decision(decision: RuleDecision, now: datetime) -> RuleDecision:
 
 
 def _execute(action: Action, now: datetime) -> None:
-    """Execute one action. Flags are written later, with the results of the pass."""
+    """Run one action. Flags of the rule are written later, with the results of the pass."""
     match action:
         case LoadReplica(model, only, reason, pinned, replaces):
             load_request.request_scale_up(
@@ -258,7 +257,7 @@ def _execute(action: Action, now: datetime) -> None:
             replace_replica(replica_id, now)
             log.info("%s: %s", model, reason)
         case RetireReplica(model, replica_id, reason):
-            retire(replica_id, reason, now)
+            retire_replica(replica_id, reason, now)
             log.info("%s: %s", model, reason)
         case Unsatisfiable(model, ticks, _, reason):
             log.warning("%s (%d times): %s", model, ticks, reason)
@@ -271,7 +270,7 @@ def _execute(action: Action, now: datetime) -> None:
 
 
 def replace_replica(replica_id: UUID, now: datetime) -> None:
-    """Terminate the replica. Raise Conflict if it is the last replica and has got a request meanwhile."""
+    """Terminate the outdated replica. Raise Conflict if it is the last one and has a request again."""
     with transaction.atomic():
         row = terminations.lock_serving(replica_id)
         if row is None or (row.in_flight and not terminations.has_other_replica(row)):
@@ -279,7 +278,7 @@ def replace_replica(replica_id: UUID, now: datetime) -> None:
         terminations.replace([row.pk], now=now)
 
 
-def retire(replica_id: UUID, reason: str, now: datetime) -> None:
+def retire_replica(replica_id: UUID, reason: str, now: datetime) -> None:
     """Unload the idle replica. Raise Conflict if it has got a request meanwhile.
 
     Under the lock of its row the replica is closed for requests, so no running request is ended. The
@@ -298,19 +297,19 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
         drains.drain_idle(row, operation_id=operation.id, now=now)
 
 
-GATHER = 1.0
+GATHER_SECONDS = 1.0
 """Seconds for which changes are gathered into one pass."""
 
 
 class ReplicaPass(PeriodicTask):
-    """The periodic task of a controller that runs a pass after each change of a node or a rule.
+    """The periodic task of a controller that runs the pass after a node or a rule has changed.
 
-    The schedule runs a pass too, as a safety net.
+    The schedule runs the pass too, as a safety net.
     """
 
     def __init__(self) -> None:
         super().__init__(
-            "replica pass", self._run_step, interval=None, gather=GATHER, retry_on=(DatabaseError,)
+            "replica pass", self._run_step, interval=None, gather=GATHER_SECONDS, retry_on=(DatabaseError,)
         )
 
     async def _run_step(self) -> None:
@@ -319,13 +318,16 @@ class ReplicaPass(PeriodicTask):
             self.wake()
 
 
-_ONLY_ROUTES = "it says nothing of how many replicas: the pass leaves the model alone"
-MAX_LOADS = 64
+_ONLY_ROUTES_REASON = "it says nothing of how many replicas: the pass leaves the model alone"
+MAX_PREVIEWED_LOADS = 64
 """Maximum number of loads for which a preview computes nodes."""
 
 
 def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
-    """Plan the rule on the present fleet and these new nodes. Raise InvalidInput for an invalid rule."""
+    """Return what the pass would do for this rule on the present fleet with these new nodes.
+
+    Raises InvalidInput for an invalid rule.
+    """
     check_rule(rule)
     desired_state = DesiredState(
         rule.model_name,
@@ -338,11 +340,12 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     fleet = _add_new_nodes(observe([desired_state], definition_revisions(), now), snapshot)
     (decision,) = plan(fleet, [desired_state], now, tick=True)
     if not rule.counts:
-        decision = replace(decision, wanted=0, reason=_ONLY_ROUTES, actions=())
+        decision = replace(decision, wanted=0, reason=_ONLY_ROUTES_REASON, actions=())
     loads = [action for action in decision.actions if isinstance(action, LoadReplica)]
     explanations = list(
         simulate_placements(
-            snapshot.question, [load.allowed_nodes if load.pinned else None for load in loads[:MAX_LOADS]]
+            snapshot.question,
+            [load.allowed_nodes if load.pinned else None for load in loads[:MAX_PREVIEWED_LOADS]],
         )
     )
     missed = [explanation for explanation in explanations if explanation.node is None]
@@ -361,14 +364,14 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
             if explanation.node
         ],
         retires=_retired_rows(decision, fleet),
-        left_out=max(len(loads) - MAX_LOADS, 0),
+        left_out=max(len(loads) - MAX_PREVIEWED_LOADS, 0),
         unsatisfiable=_unsatisfied_row(decision, missed),
-        misses=_first_misses(missed),
+        misses=_first_missing_nodes(missed),
     )
 
 
 def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanSnapshot:
-    """Read the snapshot for the rule's loads, without evictions: no request waits for these replicas."""
+    """Read the snapshot for placing the rule's loads, which evict nothing: no request waits for them."""
     load_needs = needs_of(rule.model_name)
     need, conflicts = (
         (load_needs.need, load_needs.conflicts) if load_needs is not None else (NO_NEED, frozenset())
@@ -403,7 +406,7 @@ def _retired_rows(decision: RuleDecision, fleet: Fleet) -> list[Row]:
 
 
 def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> Row | None:
-    """Return the reason of the rule, or of the first load without a node; None without either."""
+    """Return why the rule cannot be satisfied, or why its first load finds no node; None if all is well."""
     reasons = [action.reason for action in decision.actions if isinstance(action, Unsatisfiable)]
     reasons += [explanation.sentence for explanation in missed]
     if not reasons:
@@ -414,8 +417,8 @@ def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> R
     return UNSATISFIED.of(reason=reasons[0], counts=dict(counts))
 
 
-def _first_misses(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
-    """Return the first few nodes that lack something for these loads, each node once."""
+def _first_missing_nodes(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
+    """Return the first few nodes that lack something for these loads, without duplicates."""
     nodes = {miss["node_id"]: miss for explanation in missed for miss in explanation.facts["misses"]}
     return list(nodes.values())[:MAX_SHOWN_NODES]
 

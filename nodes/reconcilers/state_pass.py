@@ -28,25 +28,25 @@ from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
 
-NODES_AT_ONCE = 64
-PORTS_AT_ONCE = 64
+MAX_PARALLEL_NODES = 64
+MAX_PARALLEL_PROBES = 64
 PROBE_TIMEOUT = 1.0
-"""Seconds for a probe of an engine's port (C4)."""
+"""Seconds that a probe of an engine's port may take (C4)."""
 CHECK_LIMIT = 15.0
 """Seconds after which a check ends; replicas without a result stay unchanged."""
-_GATHER = 0.1
+_GATHER_SECONDS = 0.1
 """Seconds for which wake-ups are gathered into one check."""
 
 
 class StatePass(PeriodicTask):
-    """The periodic task of a controller that checks suspect engines. Passes may overlap."""
+    """The periodic task of a controller that checks suspect engines. Several passes may run at a time."""
 
     def __init__(self, bus: Bus) -> None:
         super().__init__("state pass", self._begin_pass, interval=None)
         self._bus = bus
         self._passes = asyncio.TaskGroup()
-        self._nodes = asyncio.Semaphore(NODES_AT_ONCE)
-        self._ports = asyncio.Semaphore(PORTS_AT_ONCE)
+        self._nodes = asyncio.Semaphore(MAX_PARALLEL_NODES)
+        self._ports = asyncio.Semaphore(MAX_PARALLEL_PROBES)
 
     async def run(self) -> None:
         """Begin a pass after each wake-up, until cancelled."""
@@ -55,7 +55,7 @@ class StatePass(PeriodicTask):
 
     async def _begin_pass(self) -> None:
         self._passes.create_task(self._run_pass(), name="state pass")
-        await asyncio.sleep(_GATHER)
+        await asyncio.sleep(_GATHER_SECONDS)
 
     async def _run_pass(self) -> None:
         """Run a pass and log errors. The claims of a failed check expire, and the schedule checks again."""
@@ -68,7 +68,7 @@ class StatePass(PeriodicTask):
             log.exception("a look at engines failed")
 
     async def run_pass(self) -> int:
-        """Claim and check suspects; return their number."""
+        """Claim suspect replicas and check their engines; return their number."""
         now = clock.now()
         heard_since = now - timedelta(seconds=conf.cluster().node_stale_after)
         suspects = await in_thread(checks.claim_suspects, heartbeat_since=heard_since, now=now)

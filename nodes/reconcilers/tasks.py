@@ -70,10 +70,10 @@ def liveness() -> None:
 
 @skip_during_outage
 def state_pass() -> None:
-    """Run the state pass: make controllers check suspect engines, and correct the counts of requests.
+    """Wake the controllers to check suspect engines, and correct the in-flight counts of replicas.
 
-    Also reports engines that do not stop, and learns from the readings of nodes. Returns at once if another
-    process holds the lock.
+    The pass also reports engines that do not stop, and learns model sizes from the memory readings of nodes.
+    Returns at once if another process holds the lock.
     """
     with try_lock(Lock.STATE_PASS) as locked:
         if not locked:
@@ -107,14 +107,14 @@ def scale() -> None:
 
 @skip_during_outage
 def sample_figures() -> None:
-    """Store a sample of all nodes. A second process would write the same rows."""
+    """Store a sample of the figures of all nodes. A second process would write the same rows."""
     now = clock.now()
     figures.store_samples(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
 
 
 @skip_during_outage
 def pack_figures() -> None:
-    """Pack past hours and days, and drop old figures; return at once if another process holds the lock."""
+    """Aggregate figures of past hours and days, and delete old ones; return at once if the lock is held."""
     figures.maintain(now=clock.now(), limit=PACK_SECONDS)
 
 
@@ -150,7 +150,7 @@ def prune_timeline() -> None:
 
 
 def remove_old_partials(now: datetime) -> None:
-    """Remove the partial files of abandoned downloads, unless the models folder does not respond."""
+    """Delete the partial files of abandoned downloads, unless the models folder does not respond."""
     models, keep = conf.cluster().models_path, paths_of_active_imports()
     try:
         removed = async_to_sync(in_folder_thread)(partial_files.remove_old_partials, models, now, keep)
@@ -165,7 +165,7 @@ def remove_old_partials(now: datetime) -> None:
 
 @skip_during_outage
 def check_upgrades() -> None:
-    """Request an upgrade check (R6.35); a check that is requested already is not repeated."""
+    """Request an upgrade check (R6.35); nothing happens if one is requested already."""
     with try_lock(Lock.UPGRADE_CHECK) as locked:
         if locked:
             upgrade_state.request_check()

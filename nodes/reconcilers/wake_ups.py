@@ -1,4 +1,4 @@
-"""Wake-ups after a change of nodes, for loads that a node could take now and for backend work.
+"""Wake-ups after a change of nodes, for waiting loads that a node could take now and for backend work.
 
 `NodeWakeUps` gathers the node ids of NOTIFYs for a moment and reads the rows once for all of them, so a burst
 costs a limited number of passes. The present state of the node decides, not the fact that it changed: a new
@@ -27,25 +27,23 @@ from operations.executor.work import in_thread
 from operations.ledger import attempts
 from operations.models import Operation, Status
 
-GATHER = 0.2
+GATHER_SECONDS = 0.2
 """Seconds for which changes are gathered into one pass."""
-CLEAN_EVERY = 30.0
+CLEAN_INTERVAL = 30.0
 """Seconds between two passes over intents that cannot succeed any more."""
-MAX_LOADS = 500
-"""Maximum number of loads that one pass considers, the oldest first. Other loads poll by themselves."""
+MAX_CONSIDERED_LOADS = 500
+"""Maximum number of loads that one pass considers, the oldest first. The rest poll by themselves."""
 
 ChangedNodes = Collection[UUID] | None
 """Nodes that changed; None = any node may have changed."""
 
 
 def wake_waiting_work(changed: ChangedNodes) -> int:
-    """Wake the operations that wait for one of these nodes and could continue now.
-
-    Return the number of loads.
+    """Wake the operations that wait for one of these nodes and could continue; return the number of loads.
 
     The pass also makes intents due whose node is healthy, and refreshes the reasons of their targets.
     """
-    intents.explain(changed, now=clock.now())
+    intents.refresh_reasons(changed, now=clock.now())
     return attempts.wake(_loads_to_wake(changed), now=clock.now())
 
 
@@ -57,7 +55,7 @@ def _loads_to_wake(changed: ChangedNodes) -> list[UUID]:
     loads = Operation.objects.filter(kind=load_request.KIND, status=Status.WAITING).order_by(
         "created_at", "id"
     )
-    waiting = list(loads.only("id", "element", "payload")[:MAX_LOADS])
+    waiting = list(loads.only("id", "element", "payload")[:MAX_CONSIDERED_LOADS])
     if not waiting:
         return []
     selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
@@ -70,11 +68,13 @@ def _loads_to_wake(changed: ChangedNodes) -> list[UUID]:
     return [
         operation.id
         for operation in waiting
-        if _could_take(operation, nodes, taken_slots[operation.element], selectors[operation.element], now)
+        if _could_take_load(
+            operation, nodes, taken_slots[operation.element], selectors[operation.element], now
+        )
     ]
 
 
-def _could_take(
+def _could_take_load(
     operation: Operation,
     nodes: Iterable[Candidate],
     taken_slots: Mapping[UUID, Set[int]],
@@ -98,11 +98,11 @@ def _could_take(
 
 
 class NodeWakeUps(PeriodicTask):
-    """The periodic task of a controller that wakes waiting work, in one pass for all changes of a moment."""
+    """The periodic task of a controller that wakes waiting work; one pass covers all changes of a moment."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
         super().__init__(
-            "wakes", self._run_pass, interval=CLEAN_EVERY, gather=GATHER, retry_on=(DatabaseError,)
+            "wakes", self._run_pass, interval=CLEAN_INTERVAL, gather=GATHER_SECONDS, retry_on=(DatabaseError,)
         )
         self._then = then
         self._changed: set[UUID] = set()
@@ -121,7 +121,7 @@ class NodeWakeUps(PeriodicTask):
         if clock.monotonic() >= self._clean_at:
             # A schedule does the same, but this must not depend on the process that runs schedules.
             # Before the call: an error must not keep the passes from the nodes that have changed.
-            self._clean_at = clock.monotonic() + CLEAN_EVERY
+            self._clean_at = clock.monotonic() + CLEAN_INTERVAL
             await in_thread(intents.end_stale_intents, now=clock.now())
         if not self._any and not self._changed:
             return

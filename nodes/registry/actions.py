@@ -1,4 +1,4 @@
-"""The actions of an administrator on a node or an identity conflict: names, sentences and conditions. Pure.
+"""The actions of an administrator on a node or an identity conflict: names, texts and conditions. Pure.
 
 REST, the command line, Django's admin, operations over many nodes and, through `make types`, the pages use
 this table. The row of `states.TRANSITIONS` for `event` states in which statuses an action is possible;
@@ -27,7 +27,7 @@ class Action:
     title: str
     """Text on the button of the action."""
     done: str
-    """Participle for the rows on which the action has succeeded."""
+    """Past participle for a row on which the action has succeeded, such as "approved"."""
     message: str
     """Message in the response of REST and in the output of the command line."""
     summary: str
@@ -39,6 +39,7 @@ class Action:
     event: Event | None = None
     """The event that the action causes; None if it changes no fact about a node."""
     reason: Literal["none", "optional", "required"] = "none"
+    """Whether the action needs a reason, accepts one, or has none."""
 
 
 APPROVE = Action(
@@ -134,13 +135,13 @@ NODE_ACTIONS: Mapping[str, Action] = {
 }
 """The actions on a node by name."""
 
-_TAKE_OVER = (
+_TAKE_OVER_CONSEQUENCE = (
     "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is"
     " offline until the new worker registers."
 )
 ACCEPT_CONSEQUENCES: Mapping[str, str] = {
-    "secret": _TAKE_OVER,
-    "weak": _TAKE_OVER,
+    "secret": _TAKE_OVER_CONSEQUENCE,
+    "weak": _TAKE_OVER_CONSEQUENCE,
     "name": "The node takes the new name.",
     "address": "The worker at the claimed address becomes the node, and the one at the current address is"
     " refused. The node is offline until it registers.",
@@ -153,8 +154,8 @@ ACCEPT = Action(
     "conflict accepted",
     "Accept an identity conflict",
     "Accept a conflict: the claimant becomes the node.",
-    f"{_TAKE_OVER} Accepting a claim to another name only renames the node; one to another address makes the"
-    " worker there the node.",
+    f"{_TAKE_OVER_CONSEQUENCE} Accepting a claim to another name only renames the"
+    " node; one to another address makes the worker there the node.",
 )
 REFUSE = Action(
     "refuse",

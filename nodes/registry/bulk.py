@@ -1,10 +1,10 @@
 """Actions on one node at once, and on many nodes as one operation with a target for each node.
 
-`perform` runs an action of `actions.py` on one node. `request` admits an operation over many; a controller
-runs it with `RunOnNodes`. Each node is one transaction that holds the verb and the outcome of its target;
-removals share one. So a later attempt continues after an interruption at any statement, and no node gets the
-verb twice. If one node refuses the verb, the others still get it. Progress is published for several nodes at
-a time.
+`perform` runs an action of `actions.py` on one node. `request` admits an operation over many nodes; a
+controller runs it with `RunOnNodes`. Each node is one transaction that holds the action and the outcome of
+the node's target; removals share one transaction. So a later attempt continues after an interruption at any
+statement, and no node gets the action twice. If one node refuses the action, all other nodes still get it.
+Progress is published for several nodes at a time.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from localai_cluster.kit.quantities import counted
 from localai_cluster.kit.transactions import committed
 from nodes.models import BackendNode
 from nodes.registry import actions, change, claims, labels, lifecycle
-from nodes.registry.node_refusals import GONE, NodeRefusal, NodesRefused
+from nodes.registry.node_refusals import GONE_REASON, NodeRefusal, NodesRefused
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
@@ -30,27 +30,28 @@ from operations.ledger.admission import Admission, OperationRequest, Requester, 
 from operations.ledger.attempts import lock_owned
 from operations.models import Operation, OperationTarget, TargetStatus
 
-APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
-RESUME, LABEL, REMOVE = "node_resume", "node_label", "node_remove"
-_ACTION_OF_KIND = {
-    APPROVE: actions.APPROVE,
-    REJECT: actions.REJECT,
-    DRAIN: actions.DRAIN,
-    RESUME: actions.RESUME,
-    REMOVE: actions.REMOVE,
+APPROVE_KIND, REJECT_KIND, DRAIN_KIND = "node_approve", "node_reject", "node_drain"
+RESUME_KIND, LABEL_KIND, REMOVE_KIND = "node_resume", "node_label", "node_remove"
+_ACTION_BY_KIND = {
+    APPROVE_KIND: actions.APPROVE,
+    REJECT_KIND: actions.REJECT,
+    DRAIN_KIND: actions.DRAIN,
+    RESUME_KIND: actions.RESUME,
+    REMOVE_KIND: actions.REMOVE,
 }
-"""The action with the same conditions as the verb, by kind of operation."""
-_REFUSALS_SHOWN = 10
-NODES_AT_ONCE, REMOVED_AT_ONCE = 25, 100
-"""Nodes between two reports of an operation's progress, and in one transaction of removals."""
+"""Action whose conditions decide whether a node can take the operation, by kind of operation."""
+_MAX_SHOWN_REFUSALS = 10
+NODES_PER_REPORT, REMOVALS_PER_TRANSACTION = 25, 100
+"""Maximum nodes between two progress reports, and maximum nodes that one transaction removes."""
 
 Options = Mapping[str, Any]
-"""Arguments of a verb as the operation's payload stores them."""
+"""Arguments of an action as the operation's payload stores them."""
 Verb = Callable[[UUID, Actor, datetime, Options], object]
+"""Function that changes one node: it takes the node's id, the actor, the time and the options."""
 
 
 class BulkFailed(errors.ClusterError):
-    """The verb was refused for at least one of the nodes."""
+    """At least one of the nodes refused the action."""
 
     message = "The verb was refused for at least one of the nodes."
     status = 409
@@ -59,7 +60,7 @@ class BulkFailed(errors.ClusterError):
 
 @dataclass(frozen=True)
 class BulkRequest:
-    """A verb, its nodes, and the user who requests the verb."""
+    """An action, the nodes that it is for, and the user who requests it."""
 
     kind: str
     node_ids: Sequence[UUID]
@@ -70,13 +71,13 @@ class BulkRequest:
 
 
 def request(bulk: BulkRequest, *, now: datetime) -> Admission:
-    """Admit the operation, or join the active one with the same verb, options and nodes.
+    """Admit the operation, or join the active operation with the same action, options and nodes.
 
-    Raises NodesRefused with the nodes that cannot take the verb now; nothing has started then. If a node
-    changes afterwards, its target fails.
+    Raises NodesRefused with the nodes that cannot take the action now; then nothing has started. If a node
+    changes afterwards, the target of that node fails.
     """
     ids = sorted(set(bulk.node_ids))
-    key, element = identity(bulk.kind, bulk.options, ids)
+    key, element = key_and_element(bulk.kind, bulk.options, ids)
     nodes = BackendNode.objects.in_bulk(ids)
     names = {id: node.name for id, node in nodes.items()}
     if not Operation.objects.active().filter(key=key).exists():
@@ -99,19 +100,19 @@ def request(bulk: BulkRequest, *, now: datetime) -> Admission:
 
 
 def _refusal(bulk: BulkRequest, nodes: Mapping[UUID, BackendNode], node_id: UUID) -> str:
-    """Return why the node cannot take the verb now; "" if it can."""
+    """Return why the node cannot take the action now; "" if it can."""
     node = nodes.get(node_id)
     if node is None:
-        return GONE
+        return GONE_REASON
     fingerprint = bulk.options.get("fingerprints", {}).get(str(node_id))
     if fingerprint is not None and fingerprint != node.fingerprint:
-        return lifecycle.FINGERPRINT_CHANGED
-    action = _ACTION_OF_KIND.get(bulk.kind)
+        return lifecycle.FINGERPRINT_CHANGED_MESSAGE
+    action = _ACTION_BY_KIND.get(bulk.kind)
     return actions.refusal(action, node) if action else ""
 
 
-def identity(kind: str, options: Options, node_ids: Sequence[UUID]) -> tuple[str, str]:
-    """Return the key and the element of an operation with this verb, these options and these nodes."""
+def key_and_element(kind: str, options: Options, node_ids: Sequence[UUID]) -> tuple[str, str]:
+    """Return the key and the element of an operation of this kind with these options and nodes."""
     ids = sorted(set(node_ids))
     described = repr((sorted(options.items()), [id.bytes for id in ids]))
     digest = hashlib.sha256(described.encode()).hexdigest()[:32]
@@ -119,11 +120,11 @@ def identity(kind: str, options: Options, node_ids: Sequence[UUID]) -> tuple[str
 
 
 class RunOnNodes:
-    """Handler of every kind in `VERBS`."""
+    """Handler of all operations over many nodes (the kinds in `VERBS`)."""
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Run the verb on each node whose target has not ended. Raises BulkFailed if a node refused it."""
-        at_once = REMOVED_AT_ONCE if work.operation.kind == REMOVE else NODES_AT_ONCE
+        """Run the action on each node whose target has not ended. Raises BulkFailed if a node refused it."""
+        at_once = REMOVALS_PER_TRANSACTION if work.operation.kind == REMOVE_KIND else NODES_PER_REPORT
         node_ids = await in_thread(_unfinished_nodes, work)
         for first in range(0, len(node_ids), at_once):
             await in_thread(_run_on_nodes, work, node_ids[first : first + at_once])
@@ -132,9 +133,9 @@ class RunOnNodes:
         )
         refusals = [f"{row.node_name}: {row.error}" for row in rows if row.status == TargetStatus.ERROR]
         if refusals:
-            more = len(refusals) - _REFUSALS_SHOWN
+            more = len(refusals) - _MAX_SHOWN_REFUSALS
             raise BulkFailed(
-                "; ".join(refusals[:_REFUSALS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+                "; ".join(refusals[:_MAX_SHOWN_REFUSALS]) + (f" and {more} more" if more > 0 else "")
             )
         return {"message": f"done on {work.operation.element}"}
 
@@ -145,8 +146,8 @@ def _unfinished_nodes(work: Work) -> list[UUID]:
 
 
 def _run_on_nodes(work: Work, node_ids: Sequence[UUID]) -> None:
-    """Run the verb on these nodes, then publish the outcomes. Raises LeaseLost."""
-    if work.operation.kind == REMOVE:
+    """Run the action on these nodes, then publish the outcomes. Raises LeaseLost."""
+    if work.operation.kind == REMOVE_KIND:
         _remove(work, node_ids)
     else:
         for node_id in node_ids:
@@ -171,7 +172,7 @@ def _actor_of(work: Work) -> Actor:
 
 
 def _run_on_node(work: Work, node_id: UUID) -> None:
-    """Run the verb and end the target, in one transaction. Raises LeaseLost.
+    """Run the action and end the node's target, in one transaction. Raises LeaseLost.
 
     The operation's row is locked before the node's: the change counter must be the last lock (decision 0002).
     """
@@ -188,9 +189,9 @@ def _run_on_node(work: Work, node_id: UUID) -> None:
 
 
 def perform(action: str, node_id: UUID, actor: Actor, now: datetime, options: Options) -> object:
-    """Run the action of this name with the options that the action uses; return its service's result.
+    """Run the action of this name on one node; return the result of the service function behind it.
 
-    Raises ClusterError if the node refuses the action.
+    An action uses only those `options` that it knows. Raises ClusterError if the node refuses the action.
     """
     return _ACTIONS[action](node_id, actor, now, options)
 
@@ -201,7 +202,10 @@ def _approve(node_id: UUID, actor: Actor, now: datetime, options: Options) -> li
 
 
 def _approve_as_seen(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
-    """Approve the node. An agent gets its API token when it registers again: no operation stores a secret."""
+    """Approve the node if it still has the fingerprint that the user compared.
+
+    An agent gets its API token when it registers again, because no operation stores a secret.
+    """
     fingerprint = options.get("fingerprints", {}).get(str(node_id))
     _approve(node_id, actor, now, {**options, "fingerprint": fingerprint})
 
@@ -216,13 +220,13 @@ def _label(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None
     labels.edit_labels(node_id, options.get("labels", {}), drop=drop, actor=actor, now=now)
 
 
-def _with_reason(service: Callable[..., object]) -> Verb:
+def _verb_with_reason(service: Callable[..., object]) -> Verb:
     return lambda node_id, actor, now, options: service(
         node_id, actor=actor, now=now, reason=_reason(options)
     )
 
 
-def _without_reason(service: Callable[..., object]) -> Verb:
+def _verb_without_reason(service: Callable[..., object]) -> Verb:
     return lambda node_id, actor, now, options: service(node_id, actor=actor, now=now)
 
 
@@ -232,19 +236,19 @@ def _reason(options: Options) -> str:
 
 _ACTIONS: Mapping[str, Verb] = {
     actions.APPROVE.name: _approve,
-    actions.REJECT.name: _with_reason(lifecycle.reject),
+    actions.REJECT.name: _verb_with_reason(lifecycle.reject),
     actions.DRAIN.name: _drain,
-    actions.RESUME.name: _with_reason(lifecycle.resume),
-    actions.ROTATE.name: _without_reason(claims.request_rotation),
-    actions.REVOKE.name: _with_reason(claims.revoke),
-    actions.REMOVE.name: _without_reason(lifecycle.deregister),
+    actions.RESUME.name: _verb_with_reason(lifecycle.resume),
+    actions.ROTATE.name: _verb_without_reason(claims.request_rotation),
+    actions.REVOKE.name: _verb_with_reason(claims.revoke),
+    actions.REMOVE.name: _verb_without_reason(lifecycle.deregister),
 }
 VERBS: Mapping[str, Verb] = {
-    APPROVE: _approve_as_seen,
-    REJECT: _ACTIONS[actions.REJECT.name],
-    DRAIN: _ACTIONS[actions.DRAIN.name],
-    RESUME: _ACTIONS[actions.RESUME.name],
-    LABEL: _label,
-    REMOVE: _ACTIONS[actions.REMOVE.name],
+    APPROVE_KIND: _approve_as_seen,
+    REJECT_KIND: _ACTIONS[actions.REJECT.name],
+    DRAIN_KIND: _ACTIONS[actions.DRAIN.name],
+    RESUME_KIND: _ACTIONS[actions.RESUME.name],
+    LABEL_KIND: _label,
+    REMOVE_KIND: _ACTIONS[actions.REMOVE.name],
 }
-"""The verbs over many nodes by kind of operation."""
+"""The functions that change one node of an operation, by kind of operation."""

@@ -3,7 +3,7 @@
 The rows state which NATS users exist and which users are revoked. The JWT and its seed exist only in the
 response to the registration. The NATS server ends connections with revoked credentials and refuses new ones:
 one `Revocations` runs in every controller, with its own connection to the bus's system account. It runs a
-pass after a NOTIFY, after every reconnect and every `REVOKE_EVERY` seconds: it compares the server's copy of
+pass after a NOTIFY, after every reconnect and every `PASS_INTERVAL` seconds: it compares the server's copy of
 the account's JWT with the rows, and pushes a new JWT if they differ. The pass compares again after each push,
 so that after concurrent pushes of two controllers the JWT matches the rows.
 """
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 CHANNEL = "cluster_bus_credentials"
 """NOTIFY channel: some credentials were revoked."""
-MAX_REVOKED = 5000
-"""Most revocations in one account JWT: each takes about 93 bytes, and the bus carries 1 MiB."""
+MAX_REVOCATIONS = 5000
+"""Maximum number of revocations in one account JWT: each takes about 93 bytes, and the bus carries 1 MiB."""
 
 
 def issue(nodes: Sequence[BackendNode], now: datetime) -> dict[UUID, Credentials]:
-    """Return new JWTs for the approved ones of `nodes`; earlier JWTs stay valid until they expire (§9.2).
+    """Create JWTs for the approved nodes among `nodes`; earlier JWTs stay valid until they expire (§9.2).
 
     A node keeps its NATS user until it is revoked, however often it registers. So the account's JWT, which is
     limited to 1 MiB, grows by one line for each revocation and not for each registration. Needs a transaction
@@ -90,17 +90,17 @@ def current_revocations(now: datetime) -> dict[str, int]:
 
     A revoked user is never used again, so the expiry of its last JWT is sufficient as the time. The time of
     the revocation is not sufficient, because the clock of the process that created the JWT may be ahead. If
-    the revocations exceed `MAX_REVOKED`, the newest are returned.
+    the revocations exceed `MAX_REVOCATIONS`, the newest are returned.
     """
     rows = BusCredential.objects.filter(revoked_at__isnull=False, expires_at__gt=now).order_by("-revoked_at")
-    revocations = rows.values_list("public_key", "expires_at")[: MAX_REVOKED + 1]
-    if len(revocations) > MAX_REVOKED:
+    revocations = rows.values_list("public_key", "expires_at")[: MAX_REVOCATIONS + 1]
+    if len(revocations) > MAX_REVOCATIONS:
         log.error(
             "more than %d revoked nodes have credentials that have not expired: the oldest can use the"
             " message bus until then; set a shorter LOCALAI_NATS_WORKER_JWT_TTL",
-            MAX_REVOKED,
+            MAX_REVOCATIONS,
         )
-    return {key: int(until.timestamp()) for key, until in revocations[:MAX_REVOKED]}
+    return {key: int(until.timestamp()) for key, until in revocations[:MAX_REVOCATIONS]}
 
 
 def prune(now: datetime) -> int:
@@ -108,23 +108,25 @@ def prune(now: datetime) -> int:
     return BusCredential.objects.filter(expires_at__lt=now).delete()[0]
 
 
-REVOKE_EVERY = 30.0
-_PUSH_LIMIT = 5.0
-_INBOX = "_INBOX.revocations"
+PASS_INTERVAL = 30.0
+"""Seconds between two passes of `Revocations` without a wake-up."""
+_PUSH_TIMEOUT = 5.0
+_INBOX_SUBJECT = "_INBOX.revocations"
 _PUSH_ATTEMPTS = 5
 
 
 class Revocations(PeriodicTask):
-    """Periodic task of a controller; without the operator's key it logs a warning and does nothing.
+    """Periodic task of a controller that revokes credentials at the NATS server.
 
-    `on_disconnect` is called with the public key of each user whose connection the server reports as ended.
+    Without the operator's key it logs a warning and does nothing. `on_disconnect` is called with the public
+    key of each user whose connection the server reports as ended.
     """
 
     def __init__(self, on_disconnect: Callable[[str], None] = lambda user: None) -> None:
         super().__init__(
             "revoked credentials of the message bus",
             self._run_pass,
-            interval=REVOKE_EVERY,
+            interval=PASS_INTERVAL,
             # It must not end this task: without it nothing is revoked any more.
             retry_on=(ClusterError, DatabaseError, ValueError),
         )
@@ -178,11 +180,13 @@ class Revocations(PeriodicTask):
         for pushes in range(_PUSH_ATTEMPTS):
             expected = await in_thread(current_revocations, clock.now())
             lookup = f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP"
-            current = (await bus.request(lookup, b"", _PUSH_LIMIT, inbox=_INBOX)).decode()
+            current = (await bus.request(lookup, b"", _PUSH_TIMEOUT, inbox=_INBOX_SUBJECT)).decode()
             if revocations_of(current) == expected:
                 return pushes
             token = revoking_token(operator, current, expected, now=clock.now().timestamp())
-            reply = await bus.request("$SYS.REQ.CLAIMS.UPDATE", token.encode(), _PUSH_LIMIT, inbox=_INBOX)
+            reply = await bus.request(
+                "$SYS.REQ.CLAIMS.UPDATE", token.encode(), _PUSH_TIMEOUT, inbox=_INBOX_SUBJECT
+            )
             if b'"code":200' not in reply:
                 raise ValueError(f"the NATS server refused the account: {reply[:200]!r}")
             log.info("revoked credentials of the message bus: %d", len(expected))

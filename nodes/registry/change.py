@@ -32,7 +32,7 @@ from operations.changes import events
 
 log = logging.getLogger(__name__)
 
-_COLUMNS = {
+_COLUMNS_BY_FACT = {
     "approved": ("approved_at", "approved_by", "approval_reason"),
     "rejected": ("rejected_at", "rejected_by", "reject_reason"),
     "revoked": ("revoked_at", "revoked_by", "revoke_reason"),
@@ -46,12 +46,18 @@ _KIND_BY_EVENT = {
     Event.RESUMED_ITSELF: NodeEvent.Kind.RESUMED,
     Event.HANDED_OVER: NodeEvent.Kind.CONFLICT_ACCEPTED,
 }
-ALWAYS_RECORDED = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
+ALWAYS_RECORDED_EVENTS = frozenset(
+    {Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED}
+)
 """Events that are recorded even when no fact changes."""
-ENGINES_UNKNOWN: Mapping[str, Any] = {"engines_gone_at": None, "engines_error": "", "engines_due_at": None}
-"""Columns of a drained node whose engines are unknown: a controller checks the node at once."""
-_REASON_LENGTH = 255
-_CHANGED_MEANWHILE = "the node was changed in the meantime"
+ENGINES_UNKNOWN_COLUMNS: Mapping[str, Any] = {
+    "engines_gone_at": None,
+    "engines_error": "",
+    "engines_due_at": None,
+}
+"""Columns of a drained node for which it is unknown whether engines run: a controller checks it at once."""
+_MAX_REASON_LENGTH = 255
+_CHANGED_MEANWHILE_MESSAGE = "the node was changed in the meantime"
 
 
 def event_kind(event: Event) -> NodeEvent.Kind:
@@ -61,13 +67,13 @@ def event_kind(event: Event) -> NodeEvent.Kind:
 def changed_columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
     """Return the columns in which `after` differs from `before`, each with time, author and reason."""
     changed: dict[str, Any] = {}
-    for fact, (at, by, why) in _COLUMNS.items():
+    for fact, (at, by, why) in _COLUMNS_BY_FACT.items():
         value = getattr(after, fact)
         if value != getattr(before, fact):
-            stamp = (now, str(actor), reason[:_REASON_LENGTH]) if value else (None, "", "")
+            stamp = (now, str(actor), reason[:_MAX_REASON_LENGTH]) if value else (None, "", "")
             changed |= dict(zip((at, by, why), stamp, strict=True))
     if after.drained != before.drained:
-        changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None, **ENGINES_UNKNOWN}
+        changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None, **ENGINES_UNKNOWN_COLUMNS}
     if after.offline != before.offline:
         # An absent worker is not asked for its backends: it is due when it is back.
         changed |= {"offline_recovers": after.offline == "silent", "inventory_due_at": None}
@@ -103,7 +109,7 @@ class Change:
         if isinstance(after, states.Refusal):
             raise errors.Conflict(after.reason, field="status")
         self.set(**changed_columns(before, after, actor, reason, self.now))
-        if after != before or (event in ALWAYS_RECORDED and not routine):
+        if after != before or (event in ALWAYS_RECORDED_EVENTS and not routine):
             statuses = {"before": states.status_of(before), "after": states.status_of(after)}
             self.record_event(event_kind(event), actor, reason, detail, **statuses)
         ended_replicas = states.TRANSITIONS[event].replicas
@@ -153,12 +159,12 @@ class Change:
 
     @property
     def ends_credentials(self) -> bool:
-        """True if credentials for the bus must end: new identity or no approval."""
+        """True if the node's bus credentials must be revoked: it has a new identity or lost its approval."""
         is_unapproved = "approved_at" in self._columns and self.node.approved_at is None
         return "fingerprint" in self._columns or is_unapproved
 
     def close(self) -> tuple[frozenset[str], list[Entry]]:
-        """Return the set columns, with the new revision, and the events; reset the change."""
+        """Return the set columns with the new revision, and the events, and forget both."""
         self.set(revision=self.node.revision + 1, updated_at=self.now)
         names_set, entries = frozenset(self._columns), self._entries
         self._columns, self._entries = {}, []
@@ -219,26 +225,29 @@ def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
             "another node has taken this name or secret in the meantime", field="name"
         ) from error
     if written != len(nodes):
-        raise errors.Conflict(_CHANGED_MEANWHILE, field="revision")
+        raise errors.Conflict(_CHANGED_MEANWHILE_MESSAGE, field="revision")
 
 
 def lock_node(node_id: UUID, revision: int | None = None) -> BackendNode:
     """Lock the node's row until the transaction ends, and return it; raise NotFound.
 
-    `revision` is the revision on which a decision is based; raises Conflict (field `revision`) if it has
-    changed.
+    `revision` is the revision on which the caller's decision is based. Raises Conflict (field `revision`) if
+    the node has changed since.
     """
     node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
     if node is None:
         raise errors.NotFound("node not found")
     if revision is not None and node.revision != revision:
-        raise errors.Conflict(_CHANGED_MEANWHILE, field="revision")
+        raise errors.Conflict(_CHANGED_MEANWHILE_MESSAGE, field="revision")
     return node
 
 
 @contextmanager
 def node_change(node_id: UUID, now: datetime, revision: int | None = None) -> Iterator[Change]:
-    """Open a transaction with one change to one node, saved at its end; raise like `lock_node`."""
+    """Lock the node, yield one change to it, and save the change at the end of the transaction.
+
+    Raises like `lock_node`.
+    """
     with transaction.atomic():
         change = Change(lock_node(node_id, revision), now)
         yield change
@@ -246,7 +255,7 @@ def node_change(node_id: UUID, now: datetime, revision: int | None = None) -> It
 
 
 EventReason = Callable[[BackendNode], tuple[str, Mapping[str, Any]]]
-"""Returns the cause and the detail of the event for a node."""
+"""Function that returns the cause and the detail of the event for one node."""
 
 
 def lock_in_order(nodes: BackendNodeQuerySet) -> list[BackendNode]:

@@ -23,11 +23,11 @@ from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
 
 MAX_CONFLICTS = 32
-"""Most conflicts stored for a node; further claims increase the count of the last one."""
+"""Maximum conflicts stored for a node; each further claim only raises the count of the latest conflict."""
 MAX_INSTANCES = 16
 
 Kind = NodeConflict.Mismatch
-_REFUSAL_TEXTS = {
+_REFUSAL_TEXT_BY_KIND = {
     Kind.SECRET: "the name {name!r} belongs to a worker with another secret; an admin must accept this one",
     Kind.WEAK: "the name {name!r} is known by the shared token; an admin must accept this secret",
     Kind.TOKEN: "the name {name!r} belongs to a worker with a secret; the shared token is not enough",
@@ -36,11 +36,11 @@ _REFUSAL_TEXTS = {
     Kind.ADDRESS: "the node {name!r} is known by the shared token at another address; an administrator must"
     " accept this one",
 }
-NOT_ACCEPTABLE = {
+UNACCEPTABLE_KINDS = {
     Kind.TOKEN: "a node with a secret cannot fall back to the shared token; deregister it instead",
     Kind.INSTANCE: "stop one of the two processes, or revoke the secret",
 }
-"""Kinds of conflicts that an administrator cannot accept, with the action to take instead."""
+"""Kinds of conflicts that an administrator cannot accept, each with the action to take instead."""
 
 
 def find_mismatch(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:
@@ -58,10 +58,10 @@ def find_mismatch(node: BackendNode, fingerprint: str, instance: str) -> NodeCon
 
 
 def has_moved(node: BackendNode, source_address: str, address: str) -> bool:
-    """Return True if an approved node without a secret would register from, or at, a different host.
+    """Return True if an approved node without a secret registers from, or names, a different host.
 
-    Only its address distinguishes its worker from other workers with the shared token. Another port of the
-    same host means that the worker was restarted.
+    Only the address distinguishes such a node's worker from other workers with the shared token. Another port
+    of the same host means that the worker was restarted.
     """
     if not node.weak_identity or node.approved_at is None:
         return False
@@ -119,18 +119,18 @@ def record_conflict(
         {"kind": kind.value, "source_address": source_address, "advertised_address": advertised_address},
     )
     timeline.record_repeated(entry, at=now)
-    return errors.Conflict(_REFUSAL_TEXTS[kind].format(name=node.name), field="name")
+    return errors.Conflict(_REFUSAL_TEXT_BY_KIND[kind].format(name=node.name), field="name")
 
 
 def _reopen_accepted(matching: "QuerySet[NodeConflict]") -> None:
-    """Reopen an accepted claim that mismatches again: an administrator must decide again."""
+    """Reopen an accepted conflict whose claim was made again: an administrator must decide again."""
     matching.filter(state=NodeConflict.State.ACCEPTED).update(
         state=NodeConflict.State.OPEN, decided_at=None, decided_by=""
     )
 
 
 def record_other_process(node_id: UUID, instance: str, *, source_address: str, now: datetime) -> None:
-    """Record a conflict: a call had the node's secret with the instance id of another process."""
+    """Record a conflict: a request had the node's secret, but the instance id of another process."""
     with transaction.atomic():
         node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
         if node is not None:
@@ -151,14 +151,14 @@ def _add_conflict(
 def accept_conflict(
     conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
 ) -> BackendNode:
-    """Bind the node to the claimant; the previous worker is refused from now on.
+    """Make the claimant the worker of the node; the previous worker is refused from now on.
 
     Raises NotFound, and Conflict if the conflict is already accepted or cannot be accepted. A refused
     conflict can still be accepted.
     """
-    conflict = _conflict(conflict_id, node_id)
-    if conflict.kind in NOT_ACCEPTABLE:
-        raise errors.Conflict(NOT_ACCEPTABLE[Kind(conflict.kind)], field="kind")
+    conflict = _find_conflict(conflict_id, node_id)
+    if conflict.kind in UNACCEPTABLE_KINDS:
+        raise errors.Conflict(UNACCEPTABLE_KINDS[Kind(conflict.kind)], field="kind")
     with node_change(conflict.node_id, now) as change:
         _decide(conflict, NodeConflict.State.ACCEPTED, actor, now)
         if conflict.kind == Kind.NAME:
@@ -167,7 +167,7 @@ def accept_conflict(
             _change_address(change, conflict, actor)
         elif conflict.kind == Kind.NAME or conflict.claim == change.node.fingerprint:
             change.record_event(
-                NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _detail(conflict)
+                NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _event_detail(conflict)
             )
         else:
             _hand_over(change, conflict, actor)
@@ -177,21 +177,21 @@ def accept_conflict(
 def refuse_conflict(
     conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
 ) -> BackendNode:
-    """Keep the node's identity; the claimant stays refused, and the conflict is closed."""
-    conflict = _conflict(conflict_id, node_id)
+    """Close the conflict in favour of the node: its identity stays, and the claimant stays refused."""
+    conflict = _find_conflict(conflict_id, node_id)
     with node_change(conflict.node_id, now) as change:
         _decide(conflict, NodeConflict.State.REFUSED, actor, now)
         change.record_event(
-            NodeEvent.Kind.CONFLICT_REFUSED, actor, Kind(conflict.kind).label, _detail(conflict)
+            NodeEvent.Kind.CONFLICT_REFUSED, actor, Kind(conflict.kind).label, _event_detail(conflict)
         )
     return change.node
 
 
-def _detail(conflict: NodeConflict) -> dict[str, Any]:
+def _event_detail(conflict: NodeConflict) -> dict[str, Any]:
     return {"conflict": str(conflict.pk), "source_address": conflict.source_address}
 
 
-def _conflict(conflict_id: UUID, node_id: UUID | None) -> NodeConflict:
+def _find_conflict(conflict_id: UUID, node_id: UUID | None) -> NodeConflict:
     conflict = NodeConflict.objects.filter(pk=conflict_id).first()
     if conflict is None or (node_id is not None and conflict.node_id != node_id):
         raise errors.NotFound("conflict not found")
@@ -225,14 +225,17 @@ def _forget_worker(change: Change, **columns: Any) -> None:
 
 
 def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
-    """Bind the claimant's secret; clear the previous worker's state until the claimant registers."""
+    """Bind the claimant's secret to the node, and clear the previous worker's state."""
     _replace_secret(change, conflict.claim, actor)
     _forget_worker(change)
-    change.apply(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
+    change.apply(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_event_detail(conflict))
 
 
 def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> None:
-    """Move the node to the claimed address; the previous worker is refused, also on the bus."""
+    """Move a node without a secret of its own to the claimed address.
+
+    From then on requests from the previous address are refused, and its bus credentials are revoked.
+    """
     if not change.node.weak_identity:
         raise errors.Conflict("the node has a secret of its own by now", field="kind")
     _forget_worker(
@@ -242,12 +245,12 @@ def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> Non
         http_address="",
         fingerprint="",  # another identity: credentials for the bus end
     )
-    change.apply(Event.HANDED_OVER, actor, reason=Kind.ADDRESS.label, detail=_detail(conflict))
+    change.apply(Event.HANDED_OVER, actor, reason=Kind.ADDRESS.label, detail=_event_detail(conflict))
 
 
 def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
-    """Bind the new secret; the previous secret is refused forever."""
-    check_free(fingerprint)
+    """Bind the new secret to the node, and revoke the previous secret forever."""
+    require_unused_secret(fingerprint)
     _store_revocation(change, actor)
     change.set(
         fingerprint=fingerprint,
@@ -257,7 +260,7 @@ def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
     )
 
 
-def check_free(fingerprint: str) -> None:
+def require_unused_secret(fingerprint: str) -> None:
     """Raise Conflict for a secret that belongs to a node or was revoked.
 
     The node is queried first, because the secret may be revoked between the two queries.
@@ -269,20 +272,20 @@ def check_free(fingerprint: str) -> None:
 
 
 def is_revoked(fingerprint: str) -> bool:
-    """Return True if the secret is refused forever; an empty fingerprint never is."""
+    """Return True if the secret was revoked; False for an empty fingerprint."""
     return any_revoked([fingerprint])
 
 
 def any_revoked(fingerprints: Iterable[str]) -> bool:
-    """Return True if any of the secrets is refused forever; an empty fingerprint never is."""
+    """Return True if any of the secrets was revoked; an empty fingerprint does not count."""
     secrets = [fingerprint for fingerprint in fingerprints if fingerprint]
     return bool(secrets) and RevokedSecret.objects.filter(pk__in=secrets).exists()
 
 
 def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
-    """Request a new secret from the node.
+    """Ask the node's worker to replace its secret.
 
-    Until the worker has one, its present secret permits only registration and rotation.
+    Until the worker has a new secret, the present one permits only registration and rotation.
     """
     with node_change(node_id, now) as change:
         if not change.node.fingerprint:
@@ -294,9 +297,9 @@ def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNo
 
 
 def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetime) -> BackendNode:
-    """Replace the secret of a worker; the old secret is refused forever.
+    """Replace the secret of a worker, and revoke the old one forever.
 
-    Raise NotAuthenticated if the old secret is not the current one.
+    Raise NotAuthenticated if `old_fingerprint` is not the node's current one.
     """
     fingerprint = identity.check_node_secret(new_secret)
     with node_change(node_id, now) as change:
@@ -308,7 +311,7 @@ def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetim
 
 
 def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
-    """Refuse the secret from now on, under any name; the node becomes pending without an identity."""
+    """Revoke the node's secret for every name; the node becomes pending and has no identity."""
     with node_change(node_id, now) as change:
         change.apply(Event.REVOKED, actor, reason=reason)
         _store_revocation(change, actor)
@@ -331,12 +334,12 @@ def _store_revocation(change: Change, actor: Actor) -> None:
 
 
 PLACEHOLDER_ADDRESS = "unregistered"
-"""Address of an enrolled node until its worker registers; until then the node is offline."""
+"""Address of an enrolled node before its worker has registered."""
 ENROLLED_MESSAGE = "enrolled, not seen yet"
 
 
 def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> BackendNode:
-    """Approve the worker of that name and fingerprint; until it registers, its row is offline.
+    """Approve in advance the worker with this name and fingerprint; its node is offline until it registers.
 
     A repeated enrolment changes nothing, and an enrolment never overrides an administrator's refusal: a
     revoked secret is not bound again, and a rejected or revoked node is not approved. Another fingerprint

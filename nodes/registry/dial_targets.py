@@ -40,18 +40,18 @@ log = logging.getLogger(__name__)
 CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
 NEXT_ADDRESS_AFTER = 2.0
-"""Seconds after which the next address of a host name is tried."""
-LOOKUP_LIMIT = 2.0
+"""Seconds after which a connection attempt moves on to the next IP address of a host name."""
+LOOKUP_TIMEOUT = 2.0
 """Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
-_LOOKUPS = ThreadPoolExecutor(4, "lookup")
+_LOOKUP_THREADS = ThreadPoolExecutor(4, "lookup")
 """Separate threads for lookups: a resolver that hangs must not block the threads of the database."""
-_MAX_SHOWN = 200
-"""Most characters stored of a refused address: it may be arbitrarily long."""
+_MAX_STORED_CHARACTERS = 200
+"""Maximum characters stored of a refused address, because a worker may send an arbitrarily long one."""
 
 
 @dataclass(frozen=True)
 class Contact:
-    """The address of an engine and its bearer token; "" for none."""
+    """Address and bearer token of an engine or an HTTP server; the token may be empty."""
 
     address: str
     token: str = field(repr=False)
@@ -75,7 +75,7 @@ class NotReachable(errors.ClusterError):
 
 
 class AddressRefused(errors.ClusterError):
-    """A worker's reply names an address that is not its node's."""
+    """The address in a worker's reply does not belong to the worker's node."""
 
     status = 502
     code = "address_refused"
@@ -125,15 +125,15 @@ def is_permitted(address: str, *, name: str, registered: tuple[str, ...]) -> boo
 
 
 def bearer_token(engine_token: str, weak_identity: bool) -> str:
-    """Return the bearer token for calls to an engine of a node with these columns; "" for none."""
+    """Return the bearer token for calls to a node's engines; "" if they need none."""
     return engine_token or (conf.cluster().registration_token if weak_identity else "")
 
 
-def accept(node_id: UUID, replied: str, *, now: datetime) -> Contact:
-    """Return the contact of the engine at the address of a reply.
+def accept_replied_address(node_id: UUID, replied: str, *, now: datetime) -> Contact:
+    """Check the address of an engine that a worker has replied, and return the engine's contact.
 
-    Raises NotFound, and AddressRefused for an address that must not be dialled, which is also recorded as an
-    event.
+    Raises NotFound, and AddressRefused for an address that must not be dialled. The refusal is also recorded
+    as an event of the node.
     """
     node = BackendNode.objects.filter(pk=node_id).first()
     if node is None:
@@ -145,7 +145,7 @@ def accept(node_id: UUID, replied: str, *, now: datetime) -> Contact:
             _record_refusal(node, refusal.message, {"replied": replied}, now)
             raise
         return Contact(replied, bearer_token(node.engine_token, node.weak_identity))
-    shortened = names.to_single_line(replied[:_MAX_SHOWN])
+    shortened = names.to_single_line(replied[:_MAX_STORED_CHARACTERS])
     detail = {"replied": shortened, "registered": node.address}
     _record_refusal(node, "a reply names another host", detail, now)
     raise AddressRefused(
@@ -164,9 +164,9 @@ def _record_refusal(node: BackendNode, cause: str, detail: Mapping[str, str], no
 
 
 def http_server(node_id: UUID) -> HttpServer:
-    """Return the contact of the HTTP server of a node's worker.
+    """Return the HTTP server of a node's worker: its contact and the node's status.
 
-    Raises NotFound, NotReachable for a node without such an address (an agent), Conflict for a node that is
+    Raises NotFound, NotReachable for a node without an HTTP address (an agent), Conflict for a node that is
     not approved, and AddressRefused: anybody who knows the registration token can register an address.
     """
     node = BackendNode.objects.filter(pk=node_id).first()
@@ -179,7 +179,7 @@ def http_server(node_id: UUID) -> HttpServer:
     if not node.http_address:
         raise NotReachable("node has no HTTP address")
     if not is_permitted(node.http_address, name=node.name, registered=(node.address,)):
-        shortened = names.to_single_line(node.http_address[:_MAX_SHOWN])
+        shortened = names.to_single_line(node.http_address[:_MAX_STORED_CHARACTERS])
         raise AddressRefused(
             f"node {node.name} has registered the HTTP address {shortened!r},"
             f" whose host is not that of {node.address!r} (see CLUSTER_NODE_HOSTS)"
@@ -191,7 +191,10 @@ def http_server(node_id: UUID) -> HttpServer:
 
 
 def client_of(server: HttpServer) -> httpx.AsyncClient:
-    """Return an HTTP client with a connect timeout only: the caller sets all other limits."""
+    """Return an HTTP client for the server, which limits only the time to connect.
+
+    The caller sets all other limits.
+    """
     authorization = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
     return httpx.AsyncClient(
         base_url=f"http://{server.contact.address}",
@@ -204,7 +207,7 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
 
 
 class _CheckedTransport(httpx.AsyncHTTPTransport):
-    """Connections to the IP addresses of a server's name, tried in turn; none to a barred address."""
+    """HTTP transport that tries the IP addresses of a server's name in turn, except barred ones."""
 
     def __init__(self, node: str) -> None:
         # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
@@ -264,7 +267,7 @@ async def resolve(target: addresses.Address, name: str) -> list[str]:
         return [target.host]
     loop = asyncio.get_running_loop()
     lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
-    results = await loop.run_in_executor(_LOOKUPS, lookup)
+    results = await loop.run_in_executor(_LOOKUP_THREADS, lookup)
     try:
         return _permitted_addresses(target.host, results, name)
     except AddressRefused as refusal:
@@ -288,7 +291,7 @@ def _check_lookup(target: addresses.Address, name: str) -> None:
         return
     lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
     try:
-        results = _LOOKUPS.submit(lookup).result(LOOKUP_LIMIT)
+        results = _LOOKUP_THREADS.submit(lookup).result(LOOKUP_TIMEOUT)
     except (OSError, TimeoutError):
         return
     _permitted_addresses(target.host, results, name)
@@ -306,7 +309,7 @@ def _permitted_addresses(host: str, results: Sequence[tuple[Any, ...]], name: st
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason why a connection failed, in the operating system's words if there are any."""
+    """Return why a connection failed: the operating system's message, or else the error's text."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno and cause.errno > 0:

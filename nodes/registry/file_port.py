@@ -34,8 +34,9 @@ from operations.executor.work import in_thread
 CHECK_INTERVAL = 300.0
 """Seconds between two checks of a port that answers."""
 FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
-"""Seconds until a port that did not answer is checked again; the pause doubles with each failure."""
-CLAIMED_FOR = 30.0
+"""Seconds until the second check of a port that did not answer, and the maximum. Each failure doubles the
+pause."""
+CLAIM_SECONDS = 30.0
 """Duration of a claim in seconds; meanwhile no other controller checks the node."""
 UNCHECKED_COLUMNS: Mapping[str, Any] = {
     "file_port_error": "",
@@ -44,9 +45,9 @@ UNCHECKED_COLUMNS: Mapping[str, Any] = {
     "file_port_next_check_at": None,
 }
 """The columns of a node whose port has not been checked: a check is due at once."""
-_ANSWER_LIMIT = 5.0
-_ERROR_LENGTH = 255
-_ROUTE = "/healthz"
+_PROBE_TIMEOUT = 5.0
+_MAX_ERROR_LENGTH = 255
+_PROBE_PATH = "/healthz"
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,19 @@ class DueCheck:
 def claim_due(limit: int, *, now: datetime) -> list[DueCheck]:
     """Claim at most `limit` due nodes for this caller; the longest overdue first."""
     due = Q(file_port_next_check_at__isnull=True) | Q(file_port_next_check_at__lte=now)
-    checkable = _checkable().filter(due).order_by(F("file_port_next_check_at").asc(nulls_first=True))
-    until = now + timedelta(seconds=CLAIMED_FOR)
+    checkable = _checkable_nodes().filter(due).order_by(F("file_port_next_check_at").asc(nulls_first=True))
+    until = now + timedelta(seconds=CLAIM_SECONDS)
     nodes = claim_rows(checkable.only("id", "name"), limit=limit, file_port_next_check_at=until)
     return [DueCheck(node.id, node.name) for node in nodes]
 
 
 def next_due(*, now: datetime, at_most: float) -> float:
-    """Return the seconds until a node is due."""
-    return seconds_until_due(_checkable(), "file_port_next_check_at", now=now, at_most=at_most)
+    """Return the seconds until the next check of a node is due, at most `at_most`."""
+    return seconds_until_due(_checkable_nodes(), "file_port_next_check_at", now=now, at_most=at_most)
 
 
-def _checkable() -> BackendNodeQuerySet:
-    """Return the approved backend nodes that are not offline and have an HTTP address."""
+def _checkable_nodes() -> BackendNodeQuerySet:
+    """Return the approved backend nodes that are not offline and have an HTTP address to check."""
     statuses = ("healthy", "draining", "unhealthy")
     return BackendNode.objects.filter(node_type="backend", status__in=statuses).exclude(http_address="")
 
@@ -115,7 +116,7 @@ def record_check(node_id: UUID, error: str, *, now: datetime) -> None:
 def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
     pause = backoff.delay(node.file_port_failures + 1, first=FIRST_PAUSE, longest=MAX_PAUSE)
     BackendNode.objects.filter(pk=node.pk).update(
-        file_port_error=names.to_single_line(reason)[:_ERROR_LENGTH],
+        file_port_error=names.to_single_line(reason)[:_MAX_ERROR_LENGTH],
         file_port_failed_at=node.file_port_failed_at or now,
         file_port_failures=node.file_port_failures + 1,
         file_port_next_check_at=now + timedelta(seconds=pause),
@@ -124,14 +125,15 @@ def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
 
 
 async def probe(server: dial_targets.HttpServer) -> str:
-    """Return why the port does not answer; "" if it answers. The node's token is not sent.
+    """Return why the port does not answer; "" if it answers.
 
-    A worker that reads a large file may be slow to answer, so an open connection is sufficient.
+    A worker that reads a large file may be slow to answer, so an open connection is sufficient. The request
+    has no token.
     """
     anonymous = replace(server, contact=dial_targets.Contact(server.contact.address, ""))
     async with client_of(anonymous) as client:
         try:
-            await client.head(_ROUTE, timeout=httpx.Timeout(_ANSWER_LIMIT, connect=CONNECT_LIMIT))
+            await client.head(_PROBE_PATH, timeout=httpx.Timeout(_PROBE_TIMEOUT, connect=CONNECT_LIMIT))
         except httpx.ReadTimeout:
             return ""
         except httpx.TransportError as error:
@@ -145,7 +147,7 @@ def failure_text(address: str, reason: str) -> str:
 
 
 def server_of(node_id: UUID) -> dial_targets.HttpServer | None:
-    """Return the contact of the node's HTTP server; None if the server must not be called."""
+    """Return the node's HTTP server; None if requests to it are not allowed."""
     try:
         return dial_targets.http_server(node_id)
     except errors.ClusterError:
@@ -154,19 +156,23 @@ def server_of(node_id: UUID) -> dial_targets.HttpServer | None:
 
 log = logging.getLogger(__name__)
 
-PARALLEL = 16
+MAX_PARALLEL_CHECKS = 16
 POLL_SECONDS = 30.0
 """Seconds between two passes when no wake-up arrives and nothing is due."""
-_GATHER = 0.2
+_GATHER_SECONDS = 0.2
 """Seconds for which wake-ups are collected into one pass."""
 
 
 class FilePorts(WorkPool[DueCheck]):
-    """Checks the due file ports of a controller."""
+    """Periodic task of a controller that checks the file ports of nodes when a check is due."""
 
     def __init__(self) -> None:
         super().__init__(
-            "file ports", parallel=PARALLEL, interval=POLL_SECONDS, gather=_GATHER, retry_on=(DatabaseError,)
+            "file ports",
+            parallel=MAX_PARALLEL_CHECKS,
+            interval=POLL_SECONDS,
+            gather=_GATHER_SECONDS,
+            retry_on=(DatabaseError,),
         )
 
     async def claim_due(self, limit: int) -> Sequence[DueCheck]:

@@ -33,14 +33,14 @@ from nodes.replicas.checks import ExitReport
 from nodes.replicas.statements import StatementRunner
 from operations.changes.events import NODES
 
-LARGEST = 2**63 - 1
-_FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")
-_VENDOR_LENGTH = 32
-MAX_ENDED = 64
+MAX_FIGURE = 2**63 - 1
+_FIGURE_FIELDS = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")
+_MAX_VENDOR_LENGTH = 32
+MAX_ENDED_ENGINES = 64
 ENDED_LENGTHS = {"process_key": 300, "address": 512}
-"""Maximum numbers of characters of the texts that identify an ended engine."""
+"""Maximum characters of the two texts that identify an ended engine."""
 
-Key = tuple[UUID, str, str]
+HeartbeatKey = tuple[UUID, str, str]
 """Node id, fingerprint and process (`instance`)."""
 
 
@@ -64,10 +64,10 @@ class Beat:
     available_disk: int | None = None
     gpu_vendor: str | None = None
     gpus: GpuList | None = None
-    """Set if and only if `available_vram` is set, except in heartbeats that are constructed by hand."""
+    """None exactly if `available_vram` is None, except in heartbeats that tests construct."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> HeartbeatKey:
         """The key of the heartbeat in a batch: heartbeats with the same key are merged."""
         return self.id, self.fingerprint, self.instance
 
@@ -76,7 +76,7 @@ class Beat:
             object.__setattr__(self, "measured_at", self.at)
 
     def after(self, earlier: "Beat") -> "Beat":
-        """Return this heartbeat; figures that it lacks are taken from the earlier heartbeat."""
+        """Merge this heartbeat with an earlier one: figures that this one lacks come from the earlier one."""
         missing = {name: value for name, value in vars(earlier).items() if getattr(self, name) is None}
         return replace(self, **missing)
 
@@ -87,29 +87,30 @@ class WriteConflict(errors.ClusterError):
     message = "The node was changed while the batch was being written."
 
 
-def read(body: Mapping[str, Any]) -> dict[str, Any]:
+def parse_heartbeat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the known fields of a heartbeat (`contract/http-api.md` §1.2).
 
     Raises InvalidInput with the name of the field.
     """
-    values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
+    values: dict[str, Any] = {name: _parse_figure(name, body.get(name)) for name in _FIGURE_FIELDS}
     gpus = body.get("gpus")
     parsed_gpus = None if gpus is None else resources.parse_gpus(gpus)
     if parsed_gpus is not None and values["available_vram"] is None:
-        values["available_vram"] = min(sum(gpu["free_vram"] for gpu in parsed_gpus), LARGEST)
+        values["available_vram"] = min(sum(gpu["free_vram"] for gpu in parsed_gpus), MAX_FIGURE)
     if parsed_gpus is None and values["available_vram"] is not None:
         parsed_gpus = []
-    return values | {"gpu_vendor": _vendor(body.get("gpu_vendor")), "gpus": parsed_gpus}
+    return values | {"gpu_vendor": _parse_vendor(body.get("gpu_vendor")), "gpus": parsed_gpus}
 
 
-def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
+def parse_ended_engines(body: Mapping[str, Any]) -> list[ExitReport]:
     """Parse the list of ended engines in a heartbeat; raise InvalidInput with the name of the field."""
     entries = body.get("ended_processes")
     if entries is None:
         return []
-    if not isinstance(entries, list) or len(entries) > MAX_ENDED:
+    if not isinstance(entries, list) or len(entries) > MAX_ENDED_ENGINES:
         raise errors.InvalidInput(
-            f"ended_processes must be a list of at most {MAX_ENDED} processes", field="ended_processes"
+            f"ended_processes must be a list of at most {MAX_ENDED_ENGINES} processes",
+            field="ended_processes",
         )
     return [_parse_exit(f"ended_processes.{number}", entry) for number, entry in enumerate(entries)]
 
@@ -136,20 +137,21 @@ def _parse_exit(field: str, entry: Any) -> ExitReport:
     return ExitReport(*texts)
 
 
-def _figure(name: str, value: Any) -> int | None:
+def _parse_figure(name: str, value: Any) -> int | None:
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_FIGURE:
         raise errors.InvalidInput(f"{name} must be a whole number of bytes from 0 to 2^63-1", field=name)
     return value
 
 
-def _vendor(value: Any) -> str | None:
+def _parse_vendor(value: Any) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or len(value) > _VENDOR_LENGTH or not value.isprintable():
+    if not isinstance(value, str) or len(value) > _MAX_VENDOR_LENGTH or not value.isprintable():
         raise errors.InvalidInput(
-            f"gpu_vendor must be a printable text of at most {_VENDOR_LENGTH} characters", field="gpu_vendor"
+            f"gpu_vendor must be a printable text of at most {_MAX_VENDOR_LENGTH} characters",
+            field="gpu_vendor",
         )
     return value
 
@@ -158,7 +160,7 @@ def _vendor(value: Any) -> str | None:
 # that changed after this statement began is left out (its `ctid` differs): to update it, PostgreSQL would
 # return to the version that the statement read, where transactions may queue that wait for this one.
 # `live` is the state before this statement: of the heartbeat that brings a node back only the time counts.
-WRITE = f"""
+WRITE_SQL = f"""
 WITH beat AS (
     SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
         id uuid, fingerprint text, at timestamptz, instance text, measured_at timestamptz,
@@ -216,43 +218,52 @@ WITH beat AS (
 SELECT id, fingerprint, instance, CASE WHEN silent THEN pg_notify('{NODES}', id::text) END
 FROM written
 """
+"""One UPDATE for a batch of heartbeats. It authenticates each one again, and returns the nodes that it
+wrote."""
 
-_BUDGETS = "SELECT id, vram_budget FROM backend_nodes WHERE id = ANY(%(ids)s) AND vram_budget <> ''"
+_BUDGETS_SQL = "SELECT id, vram_budget FROM backend_nodes WHERE id = ANY(%(ids)s) AND vram_budget <> ''"
 
-_REFUSED = """
+_REFUSAL_ROWS_SQL = """
 SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
 WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprints)s))
 """
 
 
-async def record(database: StatementRunner, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+async def record(
+    database: StatementRunner, beats: Sequence[Beat]
+) -> dict[HeartbeatKey, errors.ClusterError | None]:
     """Write heartbeats with different keys in one statement; return for each key the refusal, or None.
 
-    `WriteConflict` is no refusal: another transaction changed the node, and the heartbeat is in the next
-    batch.
+    A `WriteConflict` means that another transaction changed the node meanwhile: the caller adds the heartbeat
+    to the next batch.
     """
-    budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
+    budgets = await _read_budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
     encoded = [_encode(beat, budgets.get(beat.id, "")) for beat in beats]
-    rows = await database.fetch_rows(WRITE, {"beats": orjson.dumps(encoded).decode()})
+    rows = await database.fetch_rows(WRITE_SQL, {"beats": orjson.dumps(encoded).decode()})
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
-    refusals = await _refusals(database, [beat for beat in beats if beat.key not in written])
+    refusals = await _find_refusals(database, [beat for beat in beats if beat.key not in written])
     return dict.fromkeys(written) | {key: refusal or WriteConflict() for key, refusal in refusals.items()}
 
 
-async def prove(database: StatementRunner, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
-    """Return for each key the refusal of the heartbeat, or None; one SELECT for all heartbeats, no writes."""
-    return await _refusals(database, beats)
+async def check_identities(
+    database: StatementRunner, beats: Sequence[Beat]
+) -> dict[HeartbeatKey, errors.ClusterError | None]:
+    """Check the identities of heartbeats in one SELECT; return for each key the refusal, or None."""
+    return await _find_refusals(database, beats)
 
 
-async def _budgets(database: StatementRunner, ids: Sequence[UUID]) -> dict[UUID, str]:
-    """Return the budgets of the nodes that report a total, by node id; stock workers report none."""
-    return dict(await database.fetch_rows(_BUDGETS, {"ids": ids})) if ids else {}
+async def _read_budgets(database: StatementRunner, ids: Sequence[UUID]) -> dict[UUID, str]:
+    """Return the VRAM budgets of the nodes whose heartbeats report a total, by node id.
+
+    Stock workers report no total.
+    """
+    return dict(await database.fetch_rows(_BUDGETS_SQL, {"ids": ids})) if ids else {}
 
 
 def _encode(beat: Beat, text: str) -> dict[str, Any]:
-    """Encode a heartbeat with the ceiling that the budget `text` has for its total (R1.36, "Port:").
+    """Encode a heartbeat, with the bytes that the budget `text` means for its total (R1.36, "Port:").
 
-    The UPDATE uses the ceiling only while the node still has this budget.
+    The UPDATE uses these bytes only while the node still has this budget.
     """
     text = text if beat.total_vram is not None else ""
     return vars(beat) | {
@@ -261,13 +272,13 @@ def _encode(beat: Beat, text: str) -> dict[str, Any]:
     }
 
 
-async def _refusals(
+async def _find_refusals(
     database: StatementRunner, beats: Sequence[Beat]
-) -> dict[Key, errors.ClusterError | None]:
+) -> dict[HeartbeatKey, errors.ClusterError | None]:
     if not beats:
         return {}
     names = {"ids": [beat.id for beat in beats], "fingerprints": [beat.fingerprint for beat in beats]}
-    node_facts = [NodeFacts(*row) for row in await database.fetch_rows(_REFUSED, names)]
+    node_facts = [NodeFacts(*row) for row in await database.fetch_rows(_REFUSAL_ROWS_SQL, names)]
     by_id, by_secret = {row.id: row for row in node_facts}, {row.fingerprint: row for row in node_facts}
     return {
         beat.key: find_refusal(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
@@ -287,9 +298,9 @@ def find_refusal(beat: Beat, rows: Iterable[NodeFacts]) -> errors.ClusterError |
 IDENTITY_MAX_AGE = 5.0
 """Seconds for which the cached rows authenticate heartbeats."""
 _REMOVED_RATIO = 8
-"""The cache is refreshed early when NOTIFYs have removed more than 1 of this number of identities."""
+"""The cache is refreshed early when NOTIFYs have removed more than one in this many identities."""
 
-ALL_IDENTITIES = """
+ALL_IDENTITIES_SQL = """
 SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
 """
 
@@ -316,16 +327,16 @@ class IdentityCache:
         return age >= IDENTITY_MAX_AGE or len(self._removed) * _REMOVED_RATIO > len(self._nodes)
 
     async def refresh(self, database: StatementRunner) -> None:
-        """Read all identities; nodes that change during the read are left out."""
+        """Read all identities again; a node that changes during the read is left out."""
         began = clock.monotonic()
         self._removed.clear()
-        facts_by_node = {row[0]: NodeFacts(*row) for row in await database.fetch_rows(ALL_IDENTITIES, {})}
+        facts_by_node = {row[0]: NodeFacts(*row) for row in await database.fetch_rows(ALL_IDENTITIES_SQL, {})}
         if began > self._not_before:
             self._nodes = {node: facts for node, facts in facts_by_node.items() if node not in self._removed}
             self._read_at = began
 
     def forget(self, node: str) -> None:
-        """Remove the node of a NOTIFY from the cache; "" removes all nodes, because a NOTIFY may be lost."""
+        """Remove the node from the cache; "" removes all nodes, because a NOTIFY may be lost."""
         if not node:
             self._read_at, self._not_before = -math.inf, clock.monotonic()
             return

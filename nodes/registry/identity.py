@@ -20,14 +20,14 @@ SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
 UNKNOWN_FINGERPRINT = "-"
-"""Fingerprint of a text that cannot be a node's secret; no row has it."""
-_NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
-_INSTANCE = re.compile(r"([0-9a-f]{32})?\Z")
+"""Stands for the fingerprint of a text that cannot be a node's secret; no node has it."""
+_SECRET_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
+_INSTANCE_PATTERN = re.compile(r"([0-9a-f]{32})?\Z")
 
 
 def check_node_secret(secret: str, header: str = SECRET_HEADER) -> str:
     """Return the fingerprint of a secret; raise InvalidInput unless it is 64 lower-case hex digits."""
-    if not _NODE_SECRET.match(secret):
+    if not _SECRET_PATTERN.match(secret):
         raise errors.InvalidInput(f"{header} must be 64 lower-case hex digits", field=header)
     return hash_secret(secret)
 
@@ -37,7 +37,7 @@ def check_instance(instance: str) -> str:
 
     Raises InvalidInput for any other text.
     """
-    if not _INSTANCE.match(instance):
+    if not _INSTANCE_PATTERN.match(instance):
         raise errors.InvalidInput(
             f"{INSTANCE_HEADER} must be 32 lower-case hex digits", field=INSTANCE_HEADER
         )
@@ -52,7 +52,7 @@ def node_fingerprint(credential: str) -> str:
     """
     if conf.cluster().allow_shared_token_nodes and is_registration_token(credential):
         return ""
-    return hash_secret(credential) if _NODE_SECRET.match(credential) else UNKNOWN_FINGERPRINT
+    return hash_secret(credential) if _SECRET_PATTERN.match(credential) else UNKNOWN_FINGERPRINT
 
 
 def is_bound(fingerprint: str) -> bool:
@@ -65,7 +65,7 @@ def is_bound(fingerprint: str) -> bool:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The columns of a node that authentication needs."""
+    """The columns of a node that its authentication reads."""
 
     id: UUID
     fingerprint: str
@@ -79,13 +79,13 @@ class WrongCredential(errors.NotAuthenticated):
 
 
 class OtherProcess(errors.Conflict):
-    """The secret is right, but another process has registered with it since."""
+    """The secret is right, but another process of the worker has registered with it since."""
 
     code = "other_process"
 
 
 class MustRotate(errors.NotAuthenticated):
-    """The secret is right, but it only permits registration and rotation."""
+    """The secret is right but must be replaced first: it permits only registration and rotation."""
 
     code = "rotate"
 
@@ -133,13 +133,16 @@ def _matches(row: NodeFacts, fingerprint: str) -> bool:
 def prove_node(
     node_id: UUID | None, credential: str, instance: str = "", *, rotating: bool = False
 ) -> Principal:
-    """Return the node of `credential` if it is `node_id`, in one query; raise like `authenticate`."""
+    """Authenticate the credential as the node `node_id`, and return the node; one query.
+
+    Raises like `authenticate`.
+    """
     fingerprint = node_fingerprint(credential)
-    rows = [] if fingerprint == UNKNOWN_FINGERPRINT else _rows(node_id, fingerprint)
+    rows = [] if fingerprint == UNKNOWN_FINGERPRINT else _read_rows(node_id, fingerprint)
     return authenticate(node_id, fingerprint, instance, rows, rotating=rotating)
 
 
-def _rows(node_id: UUID | None, fingerprint: str) -> list[NodeFacts]:
+def _read_rows(node_id: UUID | None, fingerprint: str) -> list[NodeFacts]:
     by_secret = Q(fingerprint=fingerprint) if fingerprint else Q(pk__in=[])
     nodes = BackendNode.objects.filter(Q(pk=node_id) | by_secret).values_list(
         "id", "fingerprint", "weak_identity", "instance", "rotation_requested_at"

@@ -29,16 +29,16 @@ from nodes.registry.identity import WrongCredential, is_bound
 
 log = logging.getLogger(__name__)
 
-PREFIX = "join-"
-SHORTEST, LONGEST, USUAL = 60, 7 * 86400, 3600
-"""Shortest, longest and default validity of a token in seconds."""
+TOKEN_PREFIX = "join-"
+MIN_LIFETIME, MAX_LIFETIME, DEFAULT_LIFETIME = 60, 7 * 86400, 3600
+"""Minimum, maximum and default validity of a token in seconds."""
 MAX_USES = 1000
 MAX_NOTE_LENGTH = 200
-_TOKEN = re.compile(PREFIX + r"[0-9a-f]{64}\Z")
+_TOKEN_PATTERN = re.compile(TOKEN_PREFIX + r"[0-9a-f]{64}\Z")
 
 
 class TokenState(StrEnum):
-    """The validity of a token."""
+    """Whether a join token admits new nodes and, if not, why."""
 
     USABLE = "usable"
     REVOKED = "revoked"
@@ -52,11 +52,11 @@ class TokenRefused(errors.NotAuthenticated):
 
 def is_join_token(credential: str) -> bool:
     """Return True if the credential has the form of a join token."""
-    return _TOKEN.match(credential) is not None
+    return _TOKEN_PATTERN.match(credential) is not None
 
 
 def state(token: JoinToken, now: datetime) -> TokenState:
-    """Return the token's state at `now`."""
+    """Return whether the token is usable at `now`, or why not."""
     if token.revoked_at is not None:
         return TokenState.REVOKED
     if token.expires_at <= now:
@@ -65,18 +65,18 @@ def state(token: JoinToken, now: datetime) -> TokenState:
 
 
 def make(
-    *, actor: Actor, now: datetime, note: str = "", lifetime: int = USUAL, uses: int = 1
+    *, actor: Actor, now: datetime, note: str = "", lifetime: int = DEFAULT_LIFETIME, uses: int = 1
 ) -> tuple[JoinToken, str]:
-    """Create a token valid for `lifetime` seconds; return the row and the token, which is not stored.
+    """Create a join token that is valid for `lifetime` seconds; return the row and the token's text.
 
-    Raises InvalidInput with the name of a field that is out of bounds.
+    Only its hash is stored. Raises InvalidInput with the name of a field that is out of bounds.
     """
-    if not SHORTEST <= lifetime <= LONGEST:
-        _refuse("lifetime_seconds", f"must be a whole number from {SHORTEST} to {LONGEST}")
+    if not MIN_LIFETIME <= lifetime <= MAX_LIFETIME:
+        _refuse("lifetime_seconds", f"must be a whole number from {MIN_LIFETIME} to {MAX_LIFETIME}")
     if not 1 <= uses <= MAX_USES:
         _refuse("uses", f"must be a whole number from 1 to {MAX_USES}")
     _check_note(note)
-    plain = PREFIX + secrets.token_hex(32)
+    plain = TOKEN_PREFIX + secrets.token_hex(32)
     with transaction.atomic():
         row = JoinToken.objects.create(
             token_hash=hash_secret(plain),
@@ -113,8 +113,10 @@ def check_change(token_id: UUID, changes: Mapping[str, Any], now: datetime) -> N
     if row.revoked_at is not None:
         raise errors.Conflict("this join token was revoked")
     _check_note(changes.get("note", row.note))
-    if "expires_at" in changes and not now < changes["expires_at"] <= now + timedelta(seconds=LONGEST):
-        _refuse("expires_at", f"must be in the next {LONGEST // 86400} days; to end a token now, revoke it")
+    if "expires_at" in changes and not now < changes["expires_at"] <= now + timedelta(seconds=MAX_LIFETIME):
+        _refuse(
+            "expires_at", f"must be in the next {MAX_LIFETIME // 86400} days; to end a token now, revoke it"
+        )
     least = max(row.uses, 1)
     if not least <= changes.get("max_uses", least) <= MAX_USES:
         _refuse("max_uses", f"must be a whole number from {least} to {MAX_USES}")
@@ -144,21 +146,22 @@ def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:
 
 
 def recognise(token: str, fingerprint: str, now: datetime) -> JoinToken:
-    """Return the row of a token that a worker sends with its secret; "" without a secret.
+    """Return the row of the join token that a registering worker has sent.
 
-    Raises WrongCredential for an unknown token. Raises TokenRefused if the token no longer admits new nodes,
-    unless the secret belongs to a node that has not been revoked. One or two queries.
+    `fingerprint` is that of the worker's own secret, "" if it sent none. Raises WrongCredential for an
+    unknown token. Raises TokenRefused if the token no longer admits new nodes, unless the secret belongs to a
+    node that has not been revoked. One or two queries.
     """
     row = JoinToken.objects.filter(token_hash=hash_secret(token)).first() if is_join_token(token) else None
     if row is None:
         raise WrongCredential("invalid registration token")
     token_state = state(row, now)
     if token_state != TokenState.USABLE and not is_bound(fingerprint):
-        raise _unusable(row, token_state)
+        raise _token_refusal(row, token_state)
     return row
 
 
-def _unusable(row: JoinToken, token_state: TokenState) -> TokenRefused:
+def _token_refusal(row: JoinToken, token_state: TokenState) -> TokenRefused:
     admitted = f"{row.uses} of {row.max_uses} nodes"
     reasons = {
         TokenState.REVOKED: "this join token was revoked",
@@ -169,10 +172,11 @@ def _unusable(row: JoinToken, token_state: TokenState) -> TokenRefused:
 
 
 def spend_uses(newcomers: Iterable[tuple[JoinToken, str]], now: datetime) -> None:
-    """Spend one use for each new node (ticket and name), in the caller's transaction.
+    """Count one use of its join token for each new node, in the caller's transaction.
 
-    One conditional UPDATE for each token, in the order of ids: concurrent transactions wait for each other
-    and never spend more uses than the token has. Raises TokenRefused if the token has too few uses.
+    `newcomers` are pairs of the ticket and the node's name. One conditional UPDATE for each token, in the
+    order of ids: concurrent transactions wait for each other and never spend more uses than the token has.
+    Raises TokenRefused if the token has too few uses.
     """
     uses = list(newcomers)
     latest = {ticket.id: name for ticket, name in uses}
@@ -183,7 +187,9 @@ def spend_uses(newcomers: Iterable[tuple[JoinToken, str]], now: datetime) -> Non
         spent = usable.update(uses=F("uses") + number, last_used_at=now, last_used_by=latest[token_id])
         if not spent:
             row = JoinToken.objects.filter(pk=token_id).first()
-            raise _unusable(row, state(row, now)) if row else WrongCredential("invalid registration token")
+            raise (
+                _token_refusal(row, state(row, now)) if row else WrongCredential("invalid registration token")
+            )
 
 
 def prune(*, before: datetime, limit: int) -> int:

@@ -18,11 +18,12 @@ from nodes.scheduling.passes import clear_cooldowns
 
 MAX_LABELS = 64
 MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 128, 255
-MAX_PENDING_BYTES = 2048
-"""Bytes of all labels that the worker of a pending node may report: anyone with the token can be one."""
+MAX_PENDING_LABEL_BYTES = 2048
+"""Maximum bytes of all labels of a pending node, because anyone with the registration token can register
+one."""
 SLOTS_LABEL = "node.replica-slots"
 _GIB = 1024**3
-_BUCKETS = (80, 48, 24, 16, 8)
+_VRAM_BUCKETS_GIB = (80, 48, 24, 16, 8)
 
 Source = NodeLabel.Source
 
@@ -35,10 +36,10 @@ def check_labels(labels: Mapping[str, str]) -> None:
     if len(labels) > MAX_LABELS:
         raise errors.InvalidInput(f"labels: at most {MAX_LABELS} are allowed", field="labels")
     for key, value in labels.items():
-        _check(key, value)
+        _check_label(key, value)
 
 
-def _check(key: str, value: str) -> None:
+def _check_label(key: str, value: str) -> None:
     field = f"labels.{key[:MAX_KEY_LENGTH]}"
     if character := names.find_unprintable(key):
         raise errors.InvalidInput(f"labels: a key must not contain the character {character}", field="labels")
@@ -61,21 +62,22 @@ def edit_labels(
     now: datetime,
     revision: int | None = None,
 ) -> dict[str, str]:
-    """Set the administrator's labels and remove the keys in `drop` (None: all others); return the new set.
+    """Set these labels of an administrator and remove the keys in `drop`; return all labels of the node.
 
-    Raise InvalidInput, NotFound, or Conflict for another `revision` of the node.
+    With `drop` None all other keys are removed. Raise InvalidInput, NotFound, or Conflict for another
+    `revision` of the node.
     """
     check_labels(labels)
     with node_change(node_id, now, revision) as change:
-        before = _labels(change.node)
+        before = _stored_labels(change.node)
         removed_keys = {key for key in before if (key not in labels if drop is None else key in drop)}
         _check_count(before.keys() - removed_keys | labels.keys())
-        _write(change.node, labels, Source.ADMIN)
-        _remove(change.node, removed_keys)
-        _record_change(change, actor, before, _labels(change.node))
+        _write_labels(change.node, labels, Source.ADMIN)
+        _remove_labels(change.node, removed_keys)
+        _record_change(change, actor, before, _stored_labels(change.node))
         change.save()
         clear_cooldowns(now)
-        return _labels(change.node)
+        return _stored_labels(change.node)
 
 
 def _check_count(keys: Collection[str]) -> None:
@@ -84,9 +86,9 @@ def _check_count(keys: Collection[str]) -> None:
 
 
 def _check_bytes(labels: Mapping[str, str]) -> None:
-    if sum(len(f"{key}{value}".encode()) for key, value in labels.items()) > MAX_PENDING_BYTES:
+    if sum(len(f"{key}{value}".encode()) for key, value in labels.items()) > MAX_PENDING_LABEL_BYTES:
         raise errors.InvalidInput(
-            f"labels: a node that awaits approval can have at most {MAX_PENDING_BYTES} bytes of labels",
+            f"labels: a node that awaits approval can have at most {MAX_PENDING_LABEL_BYTES} bytes of labels",
             field="labels",
         )
 
@@ -102,10 +104,10 @@ def auto_labels(node: BackendNode) -> dict[str, str]:
 
 
 def vram_bucket(total: int) -> str:
-    """Return the total in whole GiB, rounded down to a common size of GPU memory (R1.42)."""
+    """Return the total VRAM in GiB, rounded down to a common size of GPU memory (R1.42)."""
     gib = total // _GIB
-    floor = next((step for step in _BUCKETS if gib >= step), gib)
-    return "80GB+" if floor == _BUCKETS[0] else f"{floor}GB"
+    floor = next((step for step in _VRAM_BUCKETS_GIB if gib >= step), gib)
+    return "80GB+" if floor == _VRAM_BUCKETS_GIB[0] else f"{floor}GB"
 
 
 def merge_reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], actor: Actor) -> None:
@@ -121,7 +123,7 @@ def merge_reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], a
     rows: list[NodeLabel] = []
     for change, reported in reports:
         rows += _merge_reported(change, reported, rows_by_node[change.node.id], actor)
-    _store(rows)
+    _store_rows(rows)
 
 
 def _merge_reported(
@@ -142,7 +144,7 @@ def _merge_reported(
     if change.node.approved_at is None:
         of_worker = {key: label.value for key, label in rows.items() if label.source == Source.WORKER}
         _check_bytes(of_worker | worker_labels)
-    _remove(change.node, removed_keys)
+    _remove_labels(change.node, removed_keys)
     before = {key: label.value for key, label in rows.items()}
     after = (
         {key: value for key, value in before.items() if key not in removed_keys} | worker_labels | automatic
@@ -154,45 +156,48 @@ def _merge_reported(
 def _changed_rows(
     rows: Mapping[str, NodeLabel], labels: Mapping[str, str], node: BackendNode, source: NodeLabel.Source
 ) -> list[NodeLabel]:
-    """Return rows for labels that are not stored with this value and source: most reports repeat labels."""
+    """Return the rows for those labels whose value or source differs from the stored one.
+
+    Most reports repeat the labels, so usually there are none.
+    """
     stored = {key: label.value for key, label in rows.items() if label.source == source}
     changed = {key: value for key, value in labels.items() if stored.get(key) != value}
-    return _rows(node, changed, source)
+    return _label_rows(node, changed, source)
 
 
 def refresh_slots_label(node: BackendNode) -> None:
-    """Set `node.replica-slots` to the new cap, and keep the other labels (R1.45).
+    """Set the label `node.replica-slots` to the node's new replica cap (R1.45).
 
     No event is recorded, because the event of the cap contains the value.
     """
-    _write(node, {SLOTS_LABEL: auto_labels(node)[SLOTS_LABEL]}, Source.AUTO)
+    _write_labels(node, {SLOTS_LABEL: auto_labels(node)[SLOTS_LABEL]}, Source.AUTO)
 
 
-def _labels(node: BackendNode) -> dict[str, str]:
+def _stored_labels(node: BackendNode) -> dict[str, str]:
     return dict(NodeLabel.objects.filter(node=node).order_by("key").values_list("key", "value"))
 
 
-def _write(node: BackendNode, labels: Mapping[str, str], source: NodeLabel.Source) -> None:
-    _store(_rows(node, labels, source))
+def _write_labels(node: BackendNode, labels: Mapping[str, str], source: NodeLabel.Source) -> None:
+    _store_rows(_label_rows(node, labels, source))
 
 
-def _rows(node: BackendNode, labels: Mapping[str, str], source: NodeLabel.Source) -> list[NodeLabel]:
+def _label_rows(node: BackendNode, labels: Mapping[str, str], source: NodeLabel.Source) -> list[NodeLabel]:
     return [NodeLabel(node=node, key=key, value=value, source=source) for key, value in labels.items()]
 
 
-def _store(rows: Sequence[NodeLabel]) -> None:
+def _store_rows(rows: Sequence[NodeLabel]) -> None:
     NodeLabel.objects.bulk_create(
         rows, update_conflicts=True, unique_fields=["node", "key"], update_fields=["value", "source"]
     )
 
 
-def _remove(node: BackendNode, keys: Collection[str]) -> None:
+def _remove_labels(node: BackendNode, keys: Collection[str]) -> None:
     if keys:
         NodeLabel.objects.filter(node=node, key__in=keys).delete()
 
 
 def _record_change(change: Change, actor: Actor, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Record one event with the differences, none if the labels are equal."""
+    """Record the differences between two sets of labels as one event; nothing if they are equal."""
     detail = {
         "set": {key: value for key, value in after.items() if before.get(key) != value},
         "removed": sorted(before.keys() - after.keys()),

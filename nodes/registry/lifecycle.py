@@ -33,7 +33,7 @@ from nodes.registry.states import Event
 from nodes.replicas.fleet_queries import lock_in_flight_counts
 from nodes.scheduling.passes import clear_cooldowns
 
-_GROUP = "collections"
+_AGENT_GROUP = "collections"
 _MAX_USERNAME_LENGTH = 150
 
 
@@ -42,7 +42,7 @@ def provision_agent(change: Change) -> str:
     revoke_agent(change)
     users = get_user_model()
     user = users.objects.create_user(username=_username(change.node))
-    user.groups.add(Group.objects.get_or_create(name=_GROUP)[0])
+    user.groups.add(Group.objects.get_or_create(name=_AGENT_GROUP)[0])
     key, plain = principals.create_agent_key(user, change.node.name)
     change.set(auth_user_id=user.pk, api_key_id=key.pk)
     return plain
@@ -58,7 +58,10 @@ def revoke_agent(change: Change) -> None:
 
 
 def _username(node: BackendNode) -> str:
-    """Return `agent-worker:<node>`, with the node's id if that is too long or the name is taken."""
+    """Return the agent's username `agent-worker:<node's name>`.
+
+    The node's id replaces the name if that is too long or taken.
+    """
     users = get_user_model()
     name = users.normalize_username(f"agent-worker:{node.name}")
     is_taken = users.objects.filter(username=name).exists()
@@ -70,7 +73,7 @@ DEREGISTERED_REASON = "deregistered by the worker"
 
 @dataclass(frozen=True)
 class Approval:
-    """An approved node; for an agent also its API token, which is stored nowhere else."""
+    """The result of an approval: the node and, for an agent, its API token, which is stored nowhere else."""
 
     node: BackendNode
     api_token: str = ""
@@ -98,7 +101,7 @@ def approve(
     with transaction.atomic():
         change = Change(lock_node(node_id), now)
         if fingerprint is not None and fingerprint != change.node.fingerprint:
-            raise errors.Conflict(FINGERPRINT_CHANGED, field="fingerprint")
+            raise errors.Conflict(FINGERPRINT_CHANGED_MESSAGE, field="fingerprint")
         try:
             change.apply(Event.APPROVED, actor, reason=reason)
         except errors.Conflict as refusal:
@@ -143,19 +146,19 @@ def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> Backen
 
 
 def deactivate(node_id: UUID, *, now: datetime) -> None:
-    """Take the node offline because its worker leaves: its replicas end, the record stays (R1.20)."""
+    """Take the node offline because its worker leaves: its replicas end, and its row stays (R1.20)."""
     with node_change(node_id, now) as change:
         change.apply(Event.DEACTIVATED, actors.WORKER, reason=DEREGISTERED_REASON)
 
 
 def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
-    """Remove the record with labels, intents, conflicts and an agent's user; raise NotFound."""
+    """Remove the node with its labels, pending commands, conflicts and agent user; raise NotFound."""
     if not remove_all(BackendNode.objects.filter(pk=node_id), actor, now=now):
         raise errors.NotFound("node not found")
 
 
 def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> None:
-    """Mark the node unhealthy because it did not answer; its replicas stay (R1.17)."""
+    """Mark the node unhealthy because its worker did not answer; its replicas stay (R1.17)."""
     with node_change(node_id, now) as change:
         change.apply(Event.MARKED_UNHEALTHY, actor, reason=reason)
 
@@ -163,7 +166,7 @@ def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -
 def mark_in_doubt(
     node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
 ) -> int:
-    """Mark the nodes that are still silent for `limit` seconds unhealthy; return their number.
+    """Mark those of the nodes unhealthy that have been silent for `limit` seconds; return their number.
 
     `detail` is appended to the reason. A constant number of statements for any number of nodes.
     """
@@ -177,7 +180,7 @@ def mark_in_doubt(
 
 
 def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
-    """Mark every node silent until its next heartbeat; return the number of nodes that changed.
+    """Take every node offline until its next heartbeat; return the number of nodes that changed.
 
     The replicas of these nodes depart. A constant number of statements for any number of nodes.
     """
@@ -189,7 +192,7 @@ def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
 def mark_silent(
     node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
 ) -> int:
-    """Take the nodes offline that are still silent for `limit` seconds; return their number (R5.4).
+    """Take those of the nodes offline that have been silent for `limit` seconds; return their number (R5.4).
 
     `detail` is appended to the reason. A constant number of statements for any number of nodes.
     """
@@ -218,26 +221,26 @@ def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -
         )
 
 
-FINGERPRINT_CHANGED = "the fingerprint has changed; review the node again"
-RESUMED_OFFLINE = "resumed, waiting for its next heartbeat"
+FINGERPRINT_CHANGED_MESSAGE = "the fingerprint has changed; review the node again"
+RESUMED_OFFLINE_MESSAGE = "resumed, waiting for its next heartbeat"
 WORKER_DRAIN_SECONDS = 60.0
-"""Seconds that a stopping worker has from its drain to its end (§0.6)."""
-MAX_DEADLINE = 30 * 86400.0
+"""Seconds that a stopping worker waits for running requests after it has drained its node (§0.6)."""
+MAX_DRAIN_SECONDS = 30 * 86400.0
 
 
 def drain(
     node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", deadline: float | None = None
 ) -> BackendNode:
-    """Drain the node (R1.19): no new requests; running ones have `deadline` seconds, by default a setting.
+    """Drain the node (R1.19): it gets no new requests, and running requests have `deadline` seconds.
 
-    Draining again keeps author and time, and replaces reason or deadline. Raises InvalidInput for a deadline
-    that is negative or beyond 30 days.
+    Without `deadline` the time is a setting. Draining a draining node keeps author and time, and replaces
+    reason or deadline. Raises InvalidInput for a deadline that is negative or beyond 30 days.
     """
-    usual = min(conf.cluster().drain_deadline, MAX_DEADLINE)
+    usual = min(conf.cluster().drain_deadline, MAX_DRAIN_SECONDS)
     seconds = usual if deadline is None else deadline
-    if not 0 <= seconds <= MAX_DEADLINE:
+    if not 0 <= seconds <= MAX_DRAIN_SECONDS:
         raise errors.InvalidInput(
-            f"deadline_seconds must be between 0 and {MAX_DEADLINE:.0f}", field="deadline_seconds"
+            f"deadline_seconds must be between 0 and {MAX_DRAIN_SECONDS:.0f}", field="deadline_seconds"
         )
     with node_change(node_id, now) as change:
         if change.apply(Event.DRAINED, actor, reason=reason, detail={"deadline_seconds": seconds}):
@@ -259,22 +262,22 @@ def _update_drain(change: Change, actor: Actor, reason: str, deadline: float | N
 
 
 def drain_by_worker(node_id: UUID, *, now: datetime) -> None:
-    """Drain the node because its worker stops (§1.3); an admin's drain keeps its author and deadline."""
+    """Drain the node because its worker stops (§1.3); a drain by an admin keeps its author and deadline."""
     with node_change(node_id, now) as change:
         if change.apply(Event.DRAINED_ITSELF, actors.WORKER, reason="its worker is stopping"):
             change.set(drain_deadline=now + timedelta(seconds=WORKER_DRAIN_SECONDS))
 
 
 def resume(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
-    """End any drain and revert "unhealthy" (R1.18); raise Conflict if there is nothing to resume from."""
+    """End any drain and the state "unhealthy" (R1.18); raise Conflict if the node has neither."""
     with node_change(node_id, now) as change:
         absent = change.node.offline_at is not None
-        change.apply(Event.RESUMED, actor, reason=reason or (RESUMED_OFFLINE if absent else ""))
+        change.apply(Event.RESUMED, actor, reason=reason or (RESUMED_OFFLINE_MESSAGE if absent else ""))
     return change.node
 
 
 def resume_by_worker(node_id: UUID, *, now: datetime) -> None:
-    """End the worker's own drain (§1.4); raise Conflict for an admin's."""
+    """End the drain that the worker started (§1.4); raise Conflict for a drain by an admin."""
     with node_change(node_id, now) as change:
         change.apply(Event.RESUMED_ITSELF, actors.WORKER)
 
@@ -284,7 +287,7 @@ def finish_drains(*, now: datetime) -> int:
 
     One query if no drain is due, otherwise a constant number of statements.
     """
-    due = _due(now)
+    due = _due_drains(now)
     if not due:
         return 0
     with transaction.atomic():
@@ -302,7 +305,7 @@ def finish_drains(*, now: datetime) -> int:
         )
 
 
-def _due(now: datetime) -> list[UUID]:
+def _due_drains(now: datetime) -> list[UUID]:
     draining = NodeModel.objects.filter(node__status="draining").values("node_id")
     counted = draining.annotate(running=Sum("in_flight"), deadline=Max("node__drain_deadline"))
     return list(counted.filter(Q(running=0) | Q(deadline__lte=now)).values_list("node_id", flat=True))

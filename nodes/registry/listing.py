@@ -39,8 +39,8 @@ SORT_FIELDS = (
     "created_at",
     "updated_at",
 )
-ORDERS = tuple(sign + name for name in SORT_FIELDS for sign in ("", "-"))
-_NUMBER = re.compile(r"[0-9]{1,19}\Z", re.ASCII)
+SORT_ORDERS = tuple(sign + name for name in SORT_FIELDS for sign in ("", "-"))
+_NUMBER_PATTERN = re.compile(r"[0-9]{1,19}\Z", re.ASCII)
 
 
 class _GpuNames(Func):
@@ -51,7 +51,10 @@ class _GpuNames(Func):
 
 
 class Parameters:
-    """The parameters of a request; raises InvalidInput for a parameter that is not among `allowed`."""
+    """The query parameters of a request for a list.
+
+    Raises InvalidInput for a parameter that is not among `allowed`.
+    """
 
     def __init__(self, query: QueryDict, *allowed: str) -> None:
         unknown = next((name for name in query if name not in allowed), None)
@@ -87,7 +90,7 @@ class Parameters:
         text = self.text(name, 32)
         if not text:
             return None
-        if not _NUMBER.match(text) or not least <= int(text) <= most:
+        if not _NUMBER_PATTERN.match(text) or not least <= int(text) <= most:
             raise _invalid(name, f"must be a whole number from {least} to {most}")
         return int(text)
 
@@ -112,7 +115,7 @@ def _invalid(name: str, complaint: str) -> errors.InvalidInput:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of a list; without a limit the page extends to the end of the list."""
+    """The part of a list that a request asks for; without a limit it extends to the end of the list."""
 
     limit: int | None = None
     offset: int = 0
@@ -130,7 +133,7 @@ class Page:
     def headers(self, request: Request, total: int) -> dict[str, str]:
         """Return `X-Total-Count`, and `Link` if there are neighbouring pages."""
         links = [
-            f'<{_address(request, self.limit, offset)}>; rel="{name}"'
+            f'<{_page_address(request, self.limit, offset)}>; rel="{name}"'
             for name, offset in self._neighbours(total).items()
         ]
         return {"X-Total-Count": str(total)} | ({"Link": ", ".join(links)} if links else {})
@@ -146,13 +149,13 @@ class Page:
         return {name: offset for name, offset in offsets.items() if name not in absent}
 
 
-def _address(request: Request, limit: int | None, offset: int) -> str:
+def _page_address(request: Request, limit: int | None, offset: int) -> str:
     query = request.query_params.copy()
     query["limit"], query["offset"] = str(limit), str(offset)
     return f"{quote(request.path)}?{query.urlencode()}"
 
 
-def page_of(parameters: Parameters, usual: int | None = None) -> Page:
+def parse_page(parameters: Parameters, usual: int | None = None) -> Page:
     """Return the page of the parameters `limit` and `offset`."""
     limit = parameters.number("limit", 1, MAX_PAGE_SIZE)
     return Page(usual if limit is None else limit, parameters.number("offset", 0, FARTHEST) or 0)
@@ -160,7 +163,7 @@ def page_of(parameters: Parameters, usual: int | None = None) -> Page:
 
 @dataclass(frozen=True)
 class NodeQuery:
-    """The requested nodes in their order, and the requested page."""
+    """A request for the list of nodes: the matching nodes in the requested order, and the page."""
 
     nodes: BackendNodeQuerySet
     page: Page
@@ -173,16 +176,16 @@ NODE_PARAMETERS = ("status", "type", "vendor", "search", "label", "sort", "limit
 def parse_node_query(query: QueryDict) -> NodeQuery:
     """Parse a request for the list of nodes; raise InvalidInput with the name of the parameter."""
     parameters = Parameters(query, *NODE_PARAMETERS)
-    condition = _condition(parameters)
-    labels = _labels(parameters)
+    condition = _node_filter(parameters)
+    labels = _parse_labels(parameters)
     nodes = BackendNode.objects.filter(condition)
     for key, value in labels:
         nodes = nodes.with_labels({key: value})
-    order = _order(parameters.choice("sort", ORDERS) or "name")
-    return NodeQuery(nodes.order_by(*order), page_of(parameters), bool(condition) or bool(labels))
+    order = _order(parameters.choice("sort", SORT_ORDERS) or "name")
+    return NodeQuery(nodes.order_by(*order), parse_page(parameters), bool(condition) or bool(labels))
 
 
-def _condition(parameters: Parameters) -> Q:
+def _node_filter(parameters: Parameters) -> Q:
     condition = Q()
     if status := parameters.choice("status", NodeStatus.values):
         condition &= Q(status=status)
@@ -196,7 +199,7 @@ def _condition(parameters: Parameters) -> Q:
     return condition
 
 
-def _labels(parameters: Parameters) -> list[tuple[str, str]]:
+def _parse_labels(parameters: Parameters) -> list[tuple[str, str]]:
     """Parse the pairs of `label=key=value`; the first `=` ends the key."""
     texts = parameters.repeated_values("label")
     if len(texts) > MAX_LABELS:
@@ -212,7 +215,7 @@ def _labels(parameters: Parameters) -> list[tuple[str, str]]:
 
 
 def _order(sort: str) -> list[OrderBy]:
-    """Return the order by the column, then by name.
+    """Return the order of the nodes: by the column of `sort`, then by name.
 
     A node without a heartbeat counts as the longest silent.
     """

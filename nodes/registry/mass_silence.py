@@ -14,7 +14,7 @@ from nodes.registry.timeline import Entry
 
 @dataclass(frozen=True)
 class CurrentHold:
-    """The hold: `silent` of `of` nodes are silent, and are not taken offline before `until`."""
+    """The active hold: `silent` of `of` nodes are silent and not taken offline before `until`."""
 
     since: datetime
     until: datetime
@@ -26,7 +26,7 @@ class CurrentHold:
 
 
 def current_hold() -> CurrentHold | None:
-    """Return the current hold, None if there is none; one query."""
+    """Return the active hold; None if there is none. One query."""
     row = MassSilence.objects.first()
     return None if row is None else CurrentHold(row.since, row.until, len(row.nodes), row.of)
 
@@ -34,7 +34,7 @@ def current_hold() -> CurrentHold | None:
 def hold(
     nodes: Sequence[UUID], *, since: datetime, until: datetime, of: int, actor: Actor, now: datetime
 ) -> None:
-    """Hold these silent nodes; nodes that are newly held get an event in their timeline.
+    """Start or update the hold on these silent nodes; each node that was not held before gets an event.
 
     Needs a transaction that excludes other decisions. A constant number of statements.
     """
@@ -52,7 +52,7 @@ def hold(
 
 
 def release_silent_node(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
-    """Take a held node offline after nothing listened for it on the bus; return True if it was held.
+    """Take a held node offline, because nothing listens for it on the bus; return True if it was held.
 
     The caller's request found no listener over a live connection, so the node is disconnected, and not this
     process. A node with a heartbeat within the last `limit` seconds stays online.
@@ -65,7 +65,7 @@ def release_silent_node(node_id: UUID, *, limit: float, actor: Actor, now: datet
 
 
 def release() -> None:
-    """End the hold."""
+    """Delete the hold, if there is one."""
     MassSilence.objects.all().delete()
 
 

@@ -6,8 +6,8 @@ from uuid import UUID
 
 from localai_cluster.kit import errors
 
-_MAX_SHOWN = 10
-GONE = "the node is no longer registered"
+_MAX_SHOWN_NODES = 10
+GONE_REASON = "the node is no longer registered"
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class NodeRefusal:
 
 
 class NodesRefused(errors.Conflict):
-    """Some of the nodes cannot take the request, so nothing has started on any of them."""
+    """Some of the requested nodes cannot take the request, so nothing has started on any node."""
 
     code = "nodes_refused"
 
     def __init__(self, refusals: Sequence[NodeRefusal], *, field: str) -> None:
-        more = len(refusals) - _MAX_SHOWN
-        text = "; ".join(map(str, refusals[:_MAX_SHOWN])) + (f" and {more} more" if more > 0 else "")
+        more = len(refusals) - _MAX_SHOWN_NODES
+        text = "; ".join(map(str, refusals[:_MAX_SHOWN_NODES])) + (f" and {more} more" if more > 0 else "")
         nodes = [asdict(refusal) | {"node_id": str(refusal.node_id)} for refusal in refusals]
         super().__init__(text, field=field, refusals=nodes)

@@ -16,21 +16,21 @@ from nodes.registry.change import Change, node_change
 from nodes.registry.labels import refresh_slots_label
 from nodes.scheduling.passes import clear_cooldowns
 
-MAX_CAP = 10_000
+MAX_REPLICA_CAP = 10_000
 MAX_BUDGET_LENGTH = 32
 
 
 def set_replica_cap(
     node_id: UUID, value: int, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """Allow at most `value` replicas of one model on the node (R1.45).
+    """Limit the replicas of one model on the node to `value` (R1.45).
 
     Raises InvalidInput outside 1 to 10,000.
     """
-    if not 1 <= value <= MAX_CAP:
-        raise errors.InvalidInput(f"value must be between 1 and {MAX_CAP}", field="value")
+    if not 1 <= value <= MAX_REPLICA_CAP:
+        raise errors.InvalidInput(f"value must be between 1 and {MAX_REPLICA_CAP}", field="value")
     with node_change(node_id, now, revision) as change:
-        _override(
+        _write_override(
             change, actor, "set", max_replicas_per_model=value, max_replicas_per_model_manually_set=True
         )
         refresh_slots_label(change.node)
@@ -42,16 +42,16 @@ def set_replica_cap(
 def reset_replica_cap(
     node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """Reset the cap: the worker's own value applies from its next registration on (R1.46)."""
+    """Remove the cap: the worker's own value applies from its next registration on (R1.46)."""
     with node_change(node_id, now, revision) as change:
-        _override(change, actor, "reset to worker default", max_replicas_per_model_manually_set=False)
+        _write_override(change, actor, "reset to worker default", max_replicas_per_model_manually_set=False)
     return change.node
 
 
 def set_vram_budget(
     node_id: UUID, text: str, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """Set a ceiling for the node's VRAM, "" = no cap (R1.47).
+    """Limit the VRAM of the node that replicas may use; "" removes the limit (R1.47).
 
     Raises InvalidInput if `text` is not a budget (R1.49).
     """
@@ -64,7 +64,7 @@ def set_vram_budget(
             limit = resources.budget_ceiling(text, node.total_vram)
         except ValueError as error:
             raise errors.InvalidInput(f"value: {error}", field="value") from None
-        _override(
+        _write_override(
             change,
             actor,
             "set",
@@ -81,9 +81,12 @@ def set_vram_budget(
 def reset_vram_budget(
     node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """Reset the budget until the worker registers with one; its next heartbeat shows free VRAM (R1.48)."""
+    """Remove the budget until the worker registers with one.
+
+    The next heartbeat stores the free VRAM without the limit (R1.48).
+    """
     with node_change(node_id, now, revision) as change:
-        _override(
+        _write_override(
             change,
             actor,
             "reset to worker default",
@@ -97,7 +100,7 @@ def reset_vram_budget(
 def set_disk_quota(
     node_id: UUID, text: str, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """Limit the disk space that the files of models take on the node, "" = no limit.
+    """Limit the disk space that the files of models take on the node; "" removes the limit.
 
     Existing files stay. Raises InvalidInput if `text` is not a budget, as for VRAM.
     """
@@ -111,13 +114,13 @@ def set_disk_quota(
     with node_change(node_id, now, revision) as change:
         if text != change.node.disk_quota:
             change.set(disk_quota_size=size, disk_quota_share=share)
-        _override(change, actor, "set" if text else "removed", disk_quota=text)
+        _write_override(change, actor, "set" if text else "removed", disk_quota=text)
         change.save()
         clear_cooldowns(now)
     return change.node
 
 
-def _override(change: Change, actor: Actor, cause: str, **values: Any) -> None:
+def _write_override(change: Change, actor: Actor, cause: str, **values: Any) -> None:
     """Set the columns and record the event; do nothing if the columns have these values."""
     before = {name: getattr(change.node, name) for name in values}
     if before == values:

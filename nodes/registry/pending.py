@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SILENCE_LIMIT = timedelta(days=1)
 """Time without a heartbeat after which a pending node is removed."""
-_RETRY_AFTER = 60.0
+_RETRY_AFTER_SECONDS = 60.0
 
 
 class TooManyPending(errors.ClusterError):
@@ -30,11 +30,11 @@ class TooManyPending(errors.ClusterError):
     status = 429
     code = "too_many_pending"
     permanent = False
-    retry_after = _RETRY_AFTER
+    retry_after = _RETRY_AFTER_SECONDS
 
 
 def check_limits(newcomers: Collection[BackendNode]) -> None:
-    """Raise TooManyPending if these new rows of the caller's transaction exceed a limit.
+    """Raise TooManyPending if the new nodes of the caller's transaction exceed a limit.
 
     Transactions with new nodes run this check one at a time, so that concurrent ones do not exceed a limit
     together.

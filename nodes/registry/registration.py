@@ -33,7 +33,7 @@ from nodes.registry import (
     resources,
     states,
 )
-from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_all
+from nodes.registry.change import ENGINES_UNKNOWN_COLUMNS, Change, lock_in_order, save_all
 from nodes.registry.labels import check_labels, merge_reported_labels
 from nodes.registry.states import Event, facts_of
 from nodes.replicas import engines
@@ -76,18 +76,18 @@ class Registration:
     """Version of our worker; stock workers send none."""
     labels: Mapping[str, str] = field(default_factory=dict)
     engine_token: str = field(default="", repr=False)
-    """The bearer token that its engines expect; empty for the registration token."""
+    """The bearer token that the worker's engines expect; empty if they expect the registration token."""
     running_processes: Collection[Running] | None = None
-    """None: the worker does not report them, so all replicas end (R1.12 to R1.14), except those of a stock
-    worker.
-    """
+    """None if the worker does not report its processes: then all its replicas end (R1.12 to R1.14). A stock
+    worker's replicas stay."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A registration and its sender: fingerprint of the secret ("" for the shared token), process, address.
+    """A registration with what identifies its sender: the secret's fingerprint, the process and the address.
 
-    `ticket`: the join token, if it was sent instead of the registration token.
+    An empty fingerprint stands for the shared token. `ticket`: the join token, if it was sent instead of the
+    registration token.
     """
 
     registration: Registration
@@ -136,8 +136,8 @@ def _fingerprint(secret: str, ticket: JoinToken | None) -> str:
     )
 
 
-_TRIES = 3
-"""Attempts to create and lock the rows of nodes: a node may be removed between the insert and the lock."""
+_MAX_TRIES = 3
+"""Attempts to create and lock the rows of nodes: one may be removed between insert and lock."""
 INVENTORY_DELAY = 3.0
 """Seconds after a registration until the worker listens on the bus and can answer an inventory request."""
 _PRESERVED_IF_EMPTY = (
@@ -148,9 +148,9 @@ _PRESERVED_IF_EMPTY = (
 
 @dataclass(frozen=True)
 class Registered:
-    """A registered node; an approved one has bus credentials, an approved agent an API token.
+    """A registered node, with bus credentials if it is approved, and the API token of an approved agent.
 
-    The token and the credentials are stored nowhere else.
+    Credentials and token are stored nowhere else.
     """
 
     node: BackendNode
@@ -159,7 +159,7 @@ class Registered:
 
 
 RegistrationOutcome = Registered | errors.Conflict
-"""The result of a claim. A Conflict is already recorded for an administrator."""
+"""The registered node, or a Conflict that is already recorded for an administrator."""
 
 
 def register_one(new_claim: Claim, *, now: datetime, auto_approve: bool) -> Registered:
@@ -213,7 +213,7 @@ def register_all(
 
 
 def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[JoinToken, str]]:
-    """Return the join tokens to spend: from claims whose secret is not yet bound to their node."""
+    """Return the join tokens to spend: those of claims whose secret is not yet bound to the claimed node."""
     return [
         (new_claim.ticket, new_claim.registration.name)
         for node, new_claim in fitting
@@ -271,11 +271,11 @@ def _claimed_value(kind: NodeConflict.Mismatch, new_claim: Claim) -> str:
 
 
 def _lock_or_create(new_claims: Sequence[Claim], now: datetime) -> list[list[BackendNode]]:
-    """Return for each claim the locked rows with its name or secret; the first claim creates the row (R1.22).
+    """Lock, for each claim, the rows with its name or secret; create the row of a new name (R1.22).
 
     Raises Conflict for a name that cannot be distinguished from another node's name.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         existing = _lock_existing(new_claims)
         matching_rows = [_matching_rows(new_claim, existing) for new_claim in new_claims]
         missing = [new_claim for new_claim, rows in zip(new_claims, matching_rows, strict=True) if not rows]
@@ -391,7 +391,7 @@ def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: boo
     if auto_approve and not isinstance(states.apply(Event.AUTO_APPROVED, facts_of(node)), states.Refusal):
         change.apply(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
     if node.drained_at is not None and restarted:
-        change.set(**ENGINES_UNKNOWN)
+        change.set(**ENGINES_UNKNOWN_COLUMNS)
     change.set(last_heartbeat=now, source_address=new_claim.source_address, node_type=registration.node_type)
     figures = _resource_columns(node, registration) | {"vram_read_at": now}
     if routine:
@@ -415,19 +415,19 @@ def _ticket_columns(ticket: JoinToken | None) -> dict[str, Any]:
 
 
 def _agent_token(change: Change) -> str:
-    """Create a new user and key for an approved agent at every registration (R1.31); return the key."""
+    """Replace the user and API key of an approved agent, at each registration (R1.31); return the key."""
     if change.node.node_type == NodeType.AGENT and change.node.approved_at is not None:
         return lifecycle.provision_agent(change)
     return ""
 
 
 def _drop_unlisted_replicas(registered: Sequence[tuple[BackendNode, Registration]], now: datetime) -> None:
-    """End or depart the replicas whose process a worker does not list.
+    """End or depart the replicas whose process the worker does not list.
 
-    A listed process at another address is another process. Replicas that cannot run any more end. The others
-    depart, also replicas that departed earlier and are listed now: controllers stop their engines. A stock
-    worker lists nothing, and registers again for new credentials while its engines still run: a controller
-    requests its list (`nodes/backends/inventory.py`).
+    A listed process at another address is another process. Replicas that cannot run any more end. All others
+    depart, also a listed replica that has departed before: controllers stop their engines. A stock worker
+    lists nothing, and registers again for new credentials while its engines run: a controller requests its
+    list (`nodes/backends/inventory.py`).
     """
     old = [node.id for node, _ in registered if node.revision > 0]
     rows: dict[UUID, list[NodeModel]] = defaultdict(list)
@@ -465,7 +465,7 @@ def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> boo
 
 
 def _is_listed(registration: Registration, row: NodeModel) -> bool:
-    """Return True if the worker lists the process of the row; the list or the row may lack the address."""
+    """Return True if the worker lists the replica's process; the list or the row may lack the address."""
     listed = {process.process_key: process.address for process in registration.running_processes or ()}
     address = listed.get(process_key(row.model_name, row.replica_index))
     return address is not None and (
@@ -474,9 +474,9 @@ def _is_listed(registration: Registration, row: NodeModel) -> bool:
 
 
 def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, Any]:
-    """Return the reported figures (R1.23 to R1.25, R1.50).
+    """Return the columns of the reported figures (R1.23 to R1.25, R1.50).
 
-    A zero or empty figure keeps the stored value, except where it has a meaning.
+    A zero or empty figure keeps the stored value, except where zero has a meaning.
     """
     columns: dict[str, Any] = {
         name: getattr(reported, name) or getattr(node, name) for name in _PRESERVED_IF_EMPTY

@@ -14,10 +14,10 @@ from typing import Any
 from localai_cluster.kit import errors
 
 MAX_GPUS = 64
-MAX_INDEX = 1023
-_MAX_VALUE = 2**63 - 1
-GPU_LENGTHS = {"uuid": 96, "name": 128, "driver": 48}
-"""Maximum numbers of characters."""
+MAX_GPU_INDEX = 1023
+_MAX_INTEGER = 2**63 - 1
+MAX_GPU_TEXT_LENGTHS = {"uuid": 96, "name": 128, "driver": 48}
+"""Maximum characters of the texts that describe a GPU, by field."""
 
 GpuList = list[dict[str, Any]]
 
@@ -29,21 +29,24 @@ def parse_gpus(value: Any) -> GpuList:
     """
     if not isinstance(value, list) or len(value) > MAX_GPUS:
         raise errors.InvalidInput(f"gpus must be a list of at most {MAX_GPUS} GPUs", field="gpus")
-    parsed = [_gpu(f"gpus.{number}", entry) for number, entry in enumerate(value)]
+    parsed = [_parse_gpu(f"gpus.{number}", entry) for number, entry in enumerate(value)]
     _check_unique(parsed, "index")
     _check_unique([gpu for gpu in parsed if gpu["uuid"]], "uuid")
     return sorted(parsed, key=lambda gpu: gpu["index"])
 
 
-def _gpu(field: str, value: Any) -> dict[str, Any]:
+def _parse_gpu(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise errors.InvalidInput(f"{field} must be an object", field=field)
-    gpu = {name: check(f"{field}.{name}", value.get(name)) for name, check in _CHECKS.items()}
-    return gpu | _valid(value, _FACT_CHECKS)
+    gpu = {name: check(f"{field}.{name}", value.get(name)) for name, check in _GPU_CHECKS.items()}
+    return gpu | _valid_facts(value, _FACT_CHECKS)
 
 
-def _valid(facts: Mapping[str, Any], checks: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
-    """Return the facts that are present and valid: a broken sensor must not block a heartbeat."""
+def _valid_facts(facts: Mapping[str, Any], checks: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
+    """Return the facts that are valid.
+
+    Invalid facts are left out, so that a broken sensor blocks no heartbeat.
+    """
     valid = {}
     for name, check in checks.items():
         with contextlib.suppress(errors.InvalidInput):
@@ -59,7 +62,7 @@ def _check_unique(parsed: Sequence[Mapping[str, Any]], name: str) -> None:
         values.add(gpu[name])
 
 
-def _whole_number(most: int) -> Callable[[str, Any], int]:
+def _whole_number_check(most: int) -> Callable[[str, Any], int]:
     def check(field: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
             raise errors.InvalidInput(f"{field} must be a whole number from 0 to {most}", field=field)
@@ -68,7 +71,7 @@ def _whole_number(most: int) -> Callable[[str, Any], int]:
     return check
 
 
-def _text(longest: int) -> Callable[[str, Any], str]:
+def _text_check(longest: int) -> Callable[[str, Any], str]:
     def check(field: str, value: Any) -> str:
         if value is None:
             return ""
@@ -81,7 +84,7 @@ def _text(longest: int) -> Callable[[str, Any], str]:
     return check
 
 
-def _optional(check: Callable[[str, Any], int]) -> Callable[[str, Any], int | None]:
+def _optional_check(check: Callable[[str, Any], int]) -> Callable[[str, Any], int | None]:
     return lambda field, value: None if value is None else check(field, value)
 
 
@@ -98,25 +101,25 @@ def _time(field: str, value: Any) -> str | None:
         ) from None
 
 
-_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "index": _whole_number(MAX_INDEX),
-    "uuid": _text(GPU_LENGTHS["uuid"]),
-    "name": _text(GPU_LENGTHS["name"]),
-    "total_vram": _whole_number(_MAX_VALUE),
-    "free_vram": _whole_number(_MAX_VALUE),
-    "utilization": _optional(_whole_number(100)),
+_GPU_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "index": _whole_number_check(MAX_GPU_INDEX),
+    "uuid": _text_check(MAX_GPU_TEXT_LENGTHS["uuid"]),
+    "name": _text_check(MAX_GPU_TEXT_LENGTHS["name"]),
+    "total_vram": _whole_number_check(_MAX_INTEGER),
+    "free_vram": _whole_number_check(_MAX_INTEGER),
+    "utilization": _optional_check(_whole_number_check(100)),
 }
 _FACT_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "temperature": _optional(_whole_number(1000)),
-    "power": _optional(_whole_number(100_000)),
-    "power_limit": _optional(_whole_number(100_000)),
-    "ecc_errors": _optional(_whole_number(_MAX_VALUE)),
-    "driver": _text(GPU_LENGTHS["driver"]),
+    "temperature": _optional_check(_whole_number_check(1000)),
+    "power": _optional_check(_whole_number_check(100_000)),
+    "power_limit": _optional_check(_whole_number_check(100_000)),
+    "ecc_errors": _optional_check(_whole_number_check(_MAX_INTEGER)),
+    "driver": _text_check(MAX_GPU_TEXT_LENGTHS["driver"]),
 }
-"""Checks of a GPU's optional facts; an invalid value is left out."""
+"""Checks of a GPU's optional facts, by field; a fact with an invalid value is left out."""
 
 
-def _described_fact(meaning: str, most: int) -> dict[str, Any]:
+def _fact_schema(meaning: str, most: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": 0, "maximum": most, "nullable": True, "description": meaning}
 
 
@@ -130,19 +133,19 @@ GPUS_SCHEMA: dict[str, Any] = {
         "type": "object",
         "required": ["index", "total_vram", "free_vram"],
         "properties": {
-            "index": {"type": "integer", "minimum": 0, "maximum": MAX_INDEX},
-            "uuid": {"type": "string", "maxLength": GPU_LENGTHS["uuid"], "nullable": True},
-            "name": {"type": "string", "maxLength": GPU_LENGTHS["name"], "nullable": True},
-            "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_VALUE},
-            "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_VALUE},
+            "index": {"type": "integer", "minimum": 0, "maximum": MAX_GPU_INDEX},
+            "uuid": {"type": "string", "maxLength": MAX_GPU_TEXT_LENGTHS["uuid"], "nullable": True},
+            "name": {"type": "string", "maxLength": MAX_GPU_TEXT_LENGTHS["name"], "nullable": True},
+            "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_INTEGER},
+            "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_INTEGER},
             "utilization": {"type": "integer", "minimum": 0, "maximum": 100, "nullable": True},
-            "temperature": _described_fact("Degrees Celsius.", 1000),
-            "power": _described_fact("Watts.", 100_000),
-            "power_limit": _described_fact("The most watts that its driver lets it draw.", 100_000),
-            "ecc_errors": _described_fact(
-                "Uncorrected memory errors since its driver was loaded.", _MAX_VALUE
+            "temperature": _fact_schema("Degrees Celsius.", 1000),
+            "power": _fact_schema("Watts.", 100_000),
+            "power_limit": _fact_schema("The most watts that its driver lets it draw.", 100_000),
+            "ecc_errors": _fact_schema(
+                "Uncorrected memory errors since its driver was loaded.", _MAX_INTEGER
             ),
-            "driver": {"type": "string", "maxLength": GPU_LENGTHS["driver"], "nullable": True},
+            "driver": {"type": "string", "maxLength": MAX_GPU_TEXT_LENGTHS["driver"], "nullable": True},
         },
     },
 }
@@ -150,11 +153,11 @@ GPUS_SCHEMA: dict[str, Any] = {
 
 
 _SYSTEM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "os": _text(128),
-    "kernel": _text(128),
-    "cpu": _text(128),
-    "cpu_count": _optional(_whole_number(100_000)),
-    "cpu_cores": _optional(_whole_number(100_000)),
+    "os": _text_check(128),
+    "kernel": _text_check(128),
+    "cpu": _text_check(128),
+    "cpu_count": _optional_check(_whole_number_check(100_000)),
+    "cpu_cores": _optional_check(_whole_number_check(100_000)),
     "booted_at": _time,
 }
 SYSTEM_SCHEMA: dict[str, Any] = {
@@ -163,36 +166,36 @@ SYSTEM_SCHEMA: dict[str, Any] = {
     "description": "What identifies the machine's software and processor.",
     "properties": {
         **{name: {"type": "string", "maxLength": 128, "nullable": True} for name in ("os", "kernel", "cpu")},
-        "cpu_count": _described_fact("Logical processors.", 100_000),
-        "cpu_cores": _described_fact("Cores of the processors.", 100_000),
+        "cpu_count": _fact_schema("Logical processors.", 100_000),
+        "cpu_cores": _fact_schema("Cores of the processors.", 100_000),
         "booted_at": {"type": "string", "format": "date-time", "nullable": True},
     },
 }
 
 
 def parse_system(value: Any) -> dict[str, Any]:
-    """Parse the facts of the machine in a registration; raise InvalidInput unless it is an object.
+    """Parse the facts about the machine in a registration; raise InvalidInput unless `value` is an object.
 
-    Unknown and wrong facts are ignored.
+    Unknown and invalid facts are ignored.
     """
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise errors.InvalidInput("system must be an object", field="system")
-    return _valid(value, _SYSTEM_CHECKS)
+    return _valid_facts(value, _SYSTEM_CHECKS)
 
 
-_UNITS = {"b": 1}
+_BYTES_BY_UNIT = {"b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
+    _BYTES_BY_UNIT[f"{_letter}b"] = 1000**_power
+    _BYTES_BY_UNIT[f"{_letter}ib"] = 1024**_power
 
-_MIN_SHARE = Decimal("1e-12")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
+_MIN_FRACTION = Decimal("1e-12")
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
 
 
 def budget_ceiling(text: str, total: int) -> int:
-    """Return the usable bytes of `total`, 0 for no limit; raise ValueError if `text` is not a budget.
+    """Return how many of `total` bytes a budget allows; 0 for no limit. Raise ValueError if it is unreadable.
 
     Accepts `50%`, a fraction up to 1, a whole number of bytes, or a number with B, KB … TB, KiB … TiB.
     """
@@ -201,24 +204,24 @@ def budget_ceiling(text: str, total: int) -> int:
 
 
 def parse_disk_quota(text: str) -> tuple[int, Decimal]:
-    """Return a disk quota as bytes and as a fraction of the disk.
+    """Return a disk quota as bytes and as a fraction of the disk; one of the two is 0.
 
-    One of both numbers is 0; both are 0 without a quota. Raise ValueError unless `text` is empty or a budget
-    (`budget_ceiling`) of at least one byte.
+    Both are 0 without a quota. Raise ValueError unless `text` is empty or a budget (`budget_ceiling`) of at
+    least one byte.
     """
     size, share = _parse_size_or_fraction(text, "disk quota")
-    share = share.quantize(_MIN_SHARE)
+    share = share.quantize(_MIN_FRACTION)
     if text.strip() and not size and not share:
         raise ValueError("a disk quota of 0 bytes: leave it empty for none")
-    return min(size, _MAX_VALUE), share
+    return min(size, _MAX_INTEGER), share
 
 
 def _parse_size_or_fraction(text: str, setting: str) -> tuple[int, Decimal]:
-    """Return the bytes and the fraction of a budget text; one of both is 0, or both for an empty text."""
+    """Return a budget as bytes and as a fraction; one of the two is 0, or both for an empty text."""
     text = text.strip().lower()
     if not text:
         return 0, Decimal(0)
-    parsed = _SIZE.match(text)
+    parsed = _SIZE_PATTERN.match(text)
     if parsed is None:
         raise ValueError(f"not a {setting}: {text!r}")
     number, unit = Decimal(parsed[1]), parsed[2] or ""
@@ -227,7 +230,7 @@ def _parse_size_or_fraction(text: str, setting: str) -> tuple[int, Decimal]:
             raise ValueError(f"a {setting} over 100 %")
         return 0, number / 100
     if unit:
-        return int(number * _UNITS[unit]), Decimal(0)
+        return int(number * _BYTES_BY_UNIT[unit]), Decimal(0)
     if number <= 1:
         return 0, number
     if number != number.to_integral_value():
@@ -236,7 +239,7 @@ def _parse_size_or_fraction(text: str, setting: str) -> tuple[int, Decimal]:
 
 
 def budget_ceiling_or_none(text: str, total: int) -> int:
-    """Return `budget_ceiling`, or 0 if the budget is unreadable (R1.49, registry level)."""
+    """Return how many of `total` bytes a budget allows; 0 if it is unreadable (R1.49, registry level)."""
     try:
         return budget_ceiling(text, total)
     except ValueError:
@@ -244,5 +247,5 @@ def budget_ceiling_or_none(text: str, total: int) -> int:
 
 
 def cap_to_ceiling(available: int, ceiling_bytes: int) -> int:
-    """Return the part of `available` below the ceiling (R1.36); a ceiling of 0 is no limit."""
+    """Limit `available` bytes to those below the ceiling (R1.36); a ceiling of 0 is no limit."""
     return min(available, ceiling_bytes) if ceiling_bytes else available

@@ -1,7 +1,7 @@
 """The shape of a node: one table for REST, the live feed, the command line and the API document.
 
-Each field is one line of `FIELDS`, which states the views with the field: the list, the single node, the live
-feed. The live feed always has every key. REST omits an empty or null value if the line of the field states so
+Each field is one line of `NODE_FIELDS`, which states the views that have the field: the list, the single
+node, the live feed. The live feed always has every key. REST omits an empty or null value if the line says so
 (`contract/http-api.md` §2.1, §2.3). Conflicts and events have their shapes here too, replicas in
 `nodes/replicas/shape.py`. `node_rows.py` and `nodes/live/rows.py` read them.
 """
@@ -52,15 +52,15 @@ from nodes.models import (
 from nodes.replicas.shape import LIVE_MODEL
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
-"""Time of the last heartbeat in the list for a node that never sent a heartbeat."""
+"""Stands in lists for the time of the last heartbeat of a node that never sent one."""
 
 NODE_STATUS = enum("NodeStatus", NodeStatus)
-NODE_TYPE = enum("NodeTypeEnum", NodeType)
-CONFLICT_KIND = enum("ConflictKindEnum", NodeConflict.Mismatch)
-CONFLICT_STATE = enum("ConflictStateEnum", NodeConflict.State)
-EVENT_KIND = enum("EventKindEnum", NodeEvent.Kind)
+NODE_TYPE_SCHEMA = enum("NodeTypeEnum", NodeType)
+CONFLICT_KIND_SCHEMA = enum("ConflictKindEnum", NodeConflict.Mismatch)
+CONFLICT_STATE_SCHEMA = enum("ConflictStateEnum", NodeConflict.State)
+EVENT_KIND_SCHEMA = enum("EventKindEnum", NodeEvent.Kind)
 
-FACT = Shape(
+FACT_SHAPE = Shape(
     "Fact",
     "Since when something holds, who said so and why.",
     [field("at", TIME), field("by", TEXT), field("reason", TEXT)],
@@ -68,12 +68,14 @@ FACT = Shape(
 
 
 def fact_column(at: str, by: str, reason: str) -> Combinable:
-    """Return a fact of a node's row as a JSON text, null if the fact does not hold."""
-    return FACT.read(unless_null=at, at=Time(at), by=F(by), reason=F(reason))
+    """Return a column with a fact about a node as a JSON text; null if the fact does not hold."""
+    return FACT_SHAPE.read(unless_null=at, at=Time(at), by=F(by), reason=F(reason))
 
 
 def _fact(name: str, at: str, by: str, reason: str, meaning: str = "") -> Field:
-    return column(name, FACT.ref, meaning, source=fact_column(at, by, reason), nullable=True, inner=FACT)
+    return column(
+        name, FACT_SHAPE.ref, meaning, source=fact_column(at, by, reason), nullable=True, inner=FACT_SHAPE
+    )
 
 
 def _subquery_by_node(
@@ -83,14 +85,14 @@ def _subquery_by_node(
     return Coalesce(Subquery(grouped.values("figure")), 0)
 
 
-_OPEN = NodeConflict.objects.filter(state=NodeConflict.State.OPEN)
-_DRAIN = [
+_OPEN_CONFLICTS = NodeConflict.objects.filter(state=NodeConflict.State.OPEN)
+_DRAIN_COLUMNS = [
     column("since", TIME, source=Time("drained_at")),
     column("by", TEXT, source=F("drained_by")),
     column("reason", TEXT, source=F("drain_reason")),
     column("own", FLAG, "Its worker drained it; the next registration ends that.", source=F("drain_is_own")),
 ]
-_DRAIN_END = [
+_DRAIN_END_COLUMNS = [
     column(
         "deadline",
         TIME,
@@ -106,11 +108,11 @@ _DRAIN_END = [
     ),
     column("engines_error", TEXT, "Why it cannot be confirmed that its engines have stopped."),
 ]
-DRAIN = Shape(
+DRAIN_SHAPE = Shape(
     "Drain",
     "A drain, and what remains of it.",
     [
-        *_DRAIN,
+        *_DRAIN_COLUMNS,
         column(
             "in_flight",
             count(),
@@ -123,15 +125,15 @@ DRAIN = Shape(
             "Replicas that are still there.",
             source=_subquery_by_node(NodeModel.objects.all(), Count("pk")),
         ),
-        *(replace(one, optional=True, nullable=False) for one in _DRAIN_END),
+        *(replace(one, optional=True, nullable=False) for one in _DRAIN_END_COLUMNS),
     ],
 )
-LIVE_DRAIN = Shape(
+LIVE_DRAIN_SHAPE = Shape(
     "LiveDrain",
     "A drain; what remains of it is in the node's replicas.",
-    [*_DRAIN, *_DRAIN_END],
+    [*_DRAIN_COLUMNS, *_DRAIN_END_COLUMNS],
 )
-IDENTITY = Shape(
+IDENTITY_SHAPE = Shape(
     "Identity",
     "Who the node proves to be.",
     [
@@ -142,10 +144,10 @@ IDENTITY = Shape(
         column("bound_at", TIME, "When a secret was first bound.", optional=True),
         column("instance", TEXT, "The worker process that speaks for the node.", optional=True),
         column("rotation_requested_at", TIME, optional=True),
-        column("open_conflicts", count(), source=_subquery_by_node(_OPEN, Count("pk"))),
+        column("open_conflicts", count(), source=_subquery_by_node(_OPEN_CONFLICTS, Count("pk"))),
     ],
 )
-OVERRIDE = Shape(
+OVERRIDE_SHAPE = Shape(
     "Override",
     "Who set a value instead of the worker, and when.",
     [
@@ -153,16 +155,16 @@ OVERRIDE = Shape(
         field("at", TIME, nullable=True),
     ],
 )
-OVERRIDES = Shape(
+OVERRIDES_SHAPE = Shape(
     "Overrides",
     "An administrator's value instead of the worker's.",
     [
-        field("max_replicas_per_model", OVERRIDE.ref, optional=True),
-        field("vram_budget", OVERRIDE.ref, optional=True),
-        field("disk_quota", OVERRIDE.ref, optional=True),
+        field("max_replicas_per_model", OVERRIDE_SHAPE.ref, optional=True),
+        field("vram_budget", OVERRIDE_SHAPE.ref, optional=True),
+        field("disk_quota", OVERRIDE_SHAPE.ref, optional=True),
     ],
 )
-INVENTORY = Shape(
+INVENTORY_SHAPE = Shape(
     "Inventory",
     "As of when its list of backends is true.",
     [
@@ -170,7 +172,7 @@ INVENTORY = Shape(
         column("error", TEXT, "Why there is no newer one.", source=F("inventory_error")),
     ],
 )
-FILE_PORT = Shape(
+FILE_PORT_SHAPE = Shape(
     "FilePort",
     "A file port that does not answer: no load brings files to the node until a check succeeds.",
     [
@@ -180,7 +182,7 @@ FILE_PORT = Shape(
     ],
 )
 
-GPU = Shape(
+GPU_SHAPE = Shape(
     "Gpu",
     "One GPU of a node, as its worker last reported it; memory in bytes.",
     [
@@ -198,7 +200,7 @@ GPU = Shape(
         field("driver", TEXT, optional=True),
     ],
 )
-SYSTEM = Shape(
+SYSTEM_SHAPE = Shape(
     "NodeSystem",
     "What identifies the machine's software and processor, as its worker reported it.",
     [
@@ -211,45 +213,51 @@ SYSTEM = Shape(
     ],
 )
 
-JOINED = Shape(
+JOINED_SHAPE = Shape(
     "Joined",
     "The join token that the node registered with.",
     [field("token", UUID, "Its id."), field("note", TEXT), field("by", TEXT, "Who made it.")],
 )
 
-LIST, DETAIL, LIVE = "list", "detail", "live"
-REST = (LIST, DETAIL)
-EVERYWHERE = (LIST, DETAIL, LIVE)
-FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
-    (EVERYWHERE, column("id", UUID)),
-    (EVERYWHERE, column("name", TEXT)),
-    (EVERYWHERE, column("node_type", NODE_TYPE.ref)),
-    (EVERYWHERE, column("address", TEXT, "gRPC host:port; empty for agents.")),
-    (EVERYWHERE, column("http_address", TEXT)),
-    (EVERYWHERE, column("status", NODE_STATUS.ref)),
-    ((LIVE,), field("reason", TEXT, "Why it has its status; empty for a healthy one.")),
-    ((LIVE,), field("since", TIME, "Since when it has its status; null for a healthy one.", nullable=True)),
-    (EVERYWHERE, column("total_vram", BYTES)),
-    (EVERYWHERE, column("available_vram", BYTES, "Never more than the budget.")),
-    (EVERYWHERE, column("reserved_vram", BYTES)),
-    (EVERYWHERE, column("total_ram", BYTES)),
-    (EVERYWHERE, column("available_ram", BYTES)),
-    (EVERYWHERE, column("total_disk", BYTES)),
-    (EVERYWHERE, column("available_disk", BYTES)),
-    ((DETAIL, LIVE), field("gpus", GPU.many, "One by one; empty if its worker does not report them.")),
-    ((DETAIL,), column("system", SYSTEM.ref)),
-    (EVERYWHERE, column("gpu_vendor", TEXT)),
-    (EVERYWHERE, column("gpu_compute_capability", TEXT)),
-    (EVERYWHERE, column("capability", TEXT, optional=True)),
-    (EVERYWHERE, column("max_replicas_per_model", count(1, maximum=2**31 - 1))),
-    (EVERYWHERE, column("max_replicas_per_model_manually_set", FLAG)),
-    (EVERYWHERE, column("vram_budget", TEXT, "As it was typed.", optional=True)),
-    (EVERYWHERE, column("vram_budget_bytes", BYTES, "The ceiling that the budget means.", optional=True)),
-    (EVERYWHERE, column("vram_budget_manually_set", FLAG)),
-    (EVERYWHERE, column("disk_quota", TEXT, "For the files of models, as it was typed.", optional=True)),
-    (EVERYWHERE, column("disk_quota_bytes", BYTES, "The bytes that it means.", optional=True)),
+LIST_VIEW, DETAIL_VIEW, LIVE_VIEW = "list", "detail", "live"
+REST_VIEWS = (LIST_VIEW, DETAIL_VIEW)
+ALL_VIEWS = (LIST_VIEW, DETAIL_VIEW, LIVE_VIEW)
+NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
+    (ALL_VIEWS, column("id", UUID)),
+    (ALL_VIEWS, column("name", TEXT)),
+    (ALL_VIEWS, column("node_type", NODE_TYPE_SCHEMA.ref)),
+    (ALL_VIEWS, column("address", TEXT, "gRPC host:port; empty for agents.")),
+    (ALL_VIEWS, column("http_address", TEXT)),
+    (ALL_VIEWS, column("status", NODE_STATUS.ref)),
+    ((LIVE_VIEW,), field("reason", TEXT, "Why it has its status; empty for a healthy one.")),
     (
-        (DETAIL,),
+        (LIVE_VIEW,),
+        field("since", TIME, "Since when it has its status; null for a healthy one.", nullable=True),
+    ),
+    (ALL_VIEWS, column("total_vram", BYTES)),
+    (ALL_VIEWS, column("available_vram", BYTES, "Never more than the budget.")),
+    (ALL_VIEWS, column("reserved_vram", BYTES)),
+    (ALL_VIEWS, column("total_ram", BYTES)),
+    (ALL_VIEWS, column("available_ram", BYTES)),
+    (ALL_VIEWS, column("total_disk", BYTES)),
+    (ALL_VIEWS, column("available_disk", BYTES)),
+    (
+        (DETAIL_VIEW, LIVE_VIEW),
+        field("gpus", GPU_SHAPE.many, "One by one; empty if its worker does not report them."),
+    ),
+    ((DETAIL_VIEW,), column("system", SYSTEM_SHAPE.ref)),
+    (ALL_VIEWS, column("gpu_vendor", TEXT)),
+    (ALL_VIEWS, column("gpu_compute_capability", TEXT)),
+    (ALL_VIEWS, column("capability", TEXT, optional=True)),
+    (ALL_VIEWS, column("max_replicas_per_model", count(1, maximum=2**31 - 1))),
+    (ALL_VIEWS, column("max_replicas_per_model_manually_set", FLAG)),
+    (ALL_VIEWS, column("vram_budget", TEXT, "As it was typed.", optional=True)),
+    (ALL_VIEWS, column("vram_budget_bytes", BYTES, "The ceiling that the budget means.", optional=True)),
+    (ALL_VIEWS, column("vram_budget_manually_set", FLAG)),
+    (ALL_VIEWS, column("disk_quota", TEXT, "For the files of models, as it was typed.", optional=True)),
+    (ALL_VIEWS, column("disk_quota_bytes", BYTES, "The bytes that it means.", optional=True)),
+    (
+        (DETAIL_VIEW,),
         column(
             "model_bytes",
             BYTES,
@@ -257,9 +265,9 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             source=_subquery_by_node(BroughtModel.objects.all(), Sum("size")),
         ),
     ),
-    (EVERYWHERE, column("weak_identity", FLAG, "Known by the shared token only.", optional=True)),
+    (ALL_VIEWS, column("weak_identity", FLAG, "Known by the shared token only.", optional=True)),
     (
-        REST,
+        REST_VIEWS,
         column(
             "last_heartbeat",
             TIME,
@@ -267,15 +275,15 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             source=Coalesce(Time("last_heartbeat"), Value(ZERO_TIME)),
         ),
     ),
-    ((LIVE,), column("last_heartbeat", TIME, nullable=True)),
-    (EVERYWHERE, column("created_at", TIME, "First seen.")),
-    (REST, column("updated_at", TIME)),
-    (EVERYWHERE, field("model_count", count(), "Loaded replicas.")),
-    (EVERYWHERE, field("in_flight_count", count(), "Requests on loaded and unloading replicas.")),
-    ((LIST,), field("labels", mapping_schema(TEXT), optional=True)),
-    ((DETAIL, LIVE), field("labels", mapping_schema(TEXT))),
+    ((LIVE_VIEW,), column("last_heartbeat", TIME, nullable=True)),
+    (ALL_VIEWS, column("created_at", TIME, "First seen.")),
+    (REST_VIEWS, column("updated_at", TIME)),
+    (ALL_VIEWS, field("model_count", count(), "Loaded replicas.")),
+    (ALL_VIEWS, field("in_flight_count", count(), "Requests on loaded and unloading replicas.")),
+    ((LIST_VIEW,), field("labels", mapping_schema(TEXT), optional=True)),
+    ((DETAIL_VIEW, LIVE_VIEW), field("labels", mapping_schema(TEXT))),
     (
-        EVERYWHERE,
+        ALL_VIEWS,
         _fact(
             "rejected",
             "rejected_at",
@@ -285,84 +293,103 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
         ),
     ),
     (
-        EVERYWHERE,
+        ALL_VIEWS,
         _fact("revoked", "revoked_at", "revoked_by", "revoke_reason", "Its secret counts no longer."),
     ),
-    (REST, field("open_conflicts", count(1), "Identity conflicts that wait for a decision.", optional=True)),
-    ((LIVE,), field("open_conflicts", count(), "Identity conflicts that wait for a decision.")),
-    ((DETAIL,), _fact("approval", "approved_at", "approved_by", "approval_reason")),
-    ((DETAIL,), _fact("offline", "offline_at", "offline_by", "offline_reason")),
-    ((DETAIL,), _fact("unhealthy", "unhealthy_at", "unhealthy_by", "unhealthy_reason")),
     (
-        (DETAIL,),
-        column("drain", DRAIN.ref, source=DRAIN.read(unless_null="drained_at"), nullable=True, inner=DRAIN),
+        REST_VIEWS,
+        field("open_conflicts", count(1), "Identity conflicts that wait for a decision.", optional=True),
     ),
+    ((LIVE_VIEW,), field("open_conflicts", count(), "Identity conflicts that wait for a decision.")),
+    ((DETAIL_VIEW,), _fact("approval", "approved_at", "approved_by", "approval_reason")),
+    ((DETAIL_VIEW,), _fact("offline", "offline_at", "offline_by", "offline_reason")),
+    ((DETAIL_VIEW,), _fact("unhealthy", "unhealthy_at", "unhealthy_by", "unhealthy_reason")),
     (
-        (LIVE,),
+        (DETAIL_VIEW,),
         column(
             "drain",
-            LIVE_DRAIN.ref,
-            source=LIVE_DRAIN.read(unless_null="drained_at"),
+            DRAIN_SHAPE.ref,
+            source=DRAIN_SHAPE.read(unless_null="drained_at"),
             nullable=True,
-            inner=LIVE_DRAIN,
+            inner=DRAIN_SHAPE,
         ),
     ),
     (
-        (DETAIL, LIVE),
+        (LIVE_VIEW,),
+        column(
+            "drain",
+            LIVE_DRAIN_SHAPE.ref,
+            source=LIVE_DRAIN_SHAPE.read(unless_null="drained_at"),
+            nullable=True,
+            inner=LIVE_DRAIN_SHAPE,
+        ),
+    ),
+    (
+        (DETAIL_VIEW, LIVE_VIEW),
         column(
             "joined",
-            JOINED.ref,
+            JOINED_SHAPE.ref,
             "Null if it came with the registration token or was enrolled.",
-            source=JOINED.read(
+            source=JOINED_SHAPE.read(
                 unless_null="joined_with", token=text("joined_with"), note=F("joined_note"), by=F("joined_by")
             ),
             nullable=True,
-            inner=JOINED,
+            inner=JOINED_SHAPE,
         ),
     ),
-    (EVERYWHERE, column("worker_version", TEXT, "Of our worker, from its last registration.", optional=True)),
+    (ALL_VIEWS, column("worker_version", TEXT, "Of our worker, from its last registration.", optional=True)),
     (
-        EVERYWHERE,
+        ALL_VIEWS,
         field("version_skew", TEXT, "What is odd about its version.", optional=True),
     ),
-    ((DETAIL,), column("identity", IDENTITY.ref, source=IDENTITY.read(), inner=IDENTITY)),
-    ((DETAIL, LIVE), column("revision", count(), "Moves with every change but heartbeats.")),
-    ((DETAIL,), field("overrides", OVERRIDES.ref)),
     (
-        (DETAIL,),
+        (DETAIL_VIEW,),
+        column("identity", IDENTITY_SHAPE.ref, source=IDENTITY_SHAPE.read(), inner=IDENTITY_SHAPE),
+    ),
+    ((DETAIL_VIEW, LIVE_VIEW), column("revision", count(), "Moves with every change but heartbeats.")),
+    ((DETAIL_VIEW,), field("overrides", OVERRIDES_SHAPE.ref)),
+    (
+        (DETAIL_VIEW,),
         field("label_sources", mapping_schema(one_of(NodeLabel.Source)), "Who set which label."),
     ),
-    ((DETAIL,), column("inventory", INVENTORY.ref, source=INVENTORY.read(), inner=INVENTORY)),
     (
-        (DETAIL, LIVE),
+        (DETAIL_VIEW,),
+        column("inventory", INVENTORY_SHAPE.ref, source=INVENTORY_SHAPE.read(), inner=INVENTORY_SHAPE),
+    ),
+    (
+        (DETAIL_VIEW, LIVE_VIEW),
         column(
             "file_port",
-            FILE_PORT.ref,
+            FILE_PORT_SHAPE.ref,
             "Null while its file port answers.",
-            source=FILE_PORT.read(unless_null="file_port_failed_at"),
+            source=FILE_PORT_SHAPE.read(unless_null="file_port_failed_at"),
             nullable=True,
-            inner=FILE_PORT,
+            inner=FILE_PORT_SHAPE,
         ),
     ),
-    ((LIVE,), field("models", LIVE_MODEL.many)),
-    ((LIVE,), field("departed_engines", count(), "Engines of former replicas whose end is not confirmed.")),
-    ((LIVE,), field("departed_until", TIME, "When the last of them counts as ended.", nullable=True)),
-    ((LIVE,), field("backends", TEXTS, "Names of what is installed.")),
+    ((LIVE_VIEW,), field("models", LIVE_MODEL.many)),
     (
-        (LIVE,),
+        (LIVE_VIEW,),
+        field("departed_engines", count(), "Engines of former replicas whose end is not confirmed."),
+    ),
+    ((LIVE_VIEW,), field("departed_until", TIME, "When the last of them counts as ended.", nullable=True)),
+    ((LIVE_VIEW,), field("backends", TEXTS, "Names of what is installed.")),
+    (
+        (LIVE_VIEW,),
         column("inventory_at", TIME, "Time of `backends`; null before the first list.", nullable=True),
     ),
-    ((LIVE,), column("inventory_error", TEXT, "Why there is no newer one.")),
-    ((LIVE,), column("fingerprint", TEXT, "SHA-256 of the worker's own secret.")),
-    ((LIVE,), column("source_address", TEXT, "Where it registered from.")),
-    ((LIVE,), column("rotation_requested_at", TIME, nullable=True)),
+    ((LIVE_VIEW,), column("inventory_error", TEXT, "Why there is no newer one.")),
+    ((LIVE_VIEW,), column("fingerprint", TEXT, "SHA-256 of the worker's own secret.")),
+    ((LIVE_VIEW,), column("source_address", TEXT, "Where it registered from.")),
+    ((LIVE_VIEW,), column("rotation_requested_at", TIME, nullable=True)),
 )
-"""Every key of a node, with the views that have the key. Fields without a column come from other tables."""
+"""Every key of a node, with the views that have the key. A field without a column comes from another
+table."""
 
 
-def _fields(view: str) -> list[Field]:
-    fields = [shape_field for views, shape_field in FIELDS if view in views]
-    if view == LIVE:
+def _fields_of_view(view: str) -> list[Field]:
+    fields = [shape_field for views, shape_field in NODE_FIELDS if view in views]
+    if view == LIVE_VIEW:
         return [replace(shape_field, optional=False) for shape_field in fields]
     return [
         replace(shape_field, optional=shape_field.optional or shape_field.nullable, nullable=False)
@@ -370,21 +397,21 @@ def _fields(view: str) -> list[Field]:
     ]
 
 
-NODE = Shape("Node", "One node in the list (§2.1).", _fields(LIST))
-NODE_DETAIL = Shape(
+NODE_SHAPE = Shape("Node", "One node in the list (§2.1).", _fields_of_view(LIST_VIEW))
+NODE_DETAIL_SHAPE = Shape(
     "NodeDetail",
     "One node on its own (§2.3): `labels` is always there, and so is what lies behind the status.",
-    _fields(DETAIL),
+    _fields_of_view(DETAIL_VIEW),
 )
-LIVE_NODE = Shape(
+LIVE_NODE_SHAPE = Shape(
     "LiveNode",
     "One node as pages show it: every key is always there, empty rather than absent.",
-    _fields(LIVE),
+    _fields_of_view(LIVE_VIEW),
 )
-LIVE_NODE_PATCH = Shape(
+LIVE_NODE_PATCH_SHAPE = Shape(
     "LiveNodePatch",
     "What changed in a node: its id and the keys that have another value now; all of them if it is new.",
-    _fields(LIVE),
+    _fields_of_view(LIVE_VIEW),
     required=["id"],
 )
 
@@ -393,15 +420,15 @@ def _claim(*kinds: NodeConflict.Mismatch) -> Case:
     return Case(When(kind__in=kinds, then=F("claim")), default=Value(""))
 
 
-CONFLICT = Shape(
+CONFLICT_SHAPE = Shape(
     "Conflict",
     "A claim to the identity of a node.",
     [
         column("id", UUID),
         column("node_id", UUID),
         column("node_name", TEXT, source=F("node__name")),
-        column("kind", CONFLICT_KIND.ref),
-        column("state", CONFLICT_STATE.ref),
+        column("kind", CONFLICT_KIND_SCHEMA.ref),
+        column("state", CONFLICT_STATE_SCHEMA.ref),
         column(
             "fingerprint",
             TEXT,
@@ -427,14 +454,14 @@ CONFLICT = Shape(
         column("decided_by", TEXT, optional=True),
     ],
 )
-EVENT = Shape(
+EVENT_SHAPE = Shape(
     "Event",
     "One thing that happened to a node.",
     [
         column("id", count(1)),
         column("node_id", UUID),
         column("node_name", TEXT),
-        column("kind", EVENT_KIND.ref),
+        column("kind", EVENT_KIND_SCHEMA.ref),
         column("at", TIME),
         column("last_at", TIME, "Repeated conflicts of one minute are one event."),
         column("count", count(1)),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY = "pending", "offline", "draining", "unhealthy", "healthy"
 STATUSES = (PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY)
 """All statuses by precedence: a node has the first status that applies."""
-_ANY = frozenset(STATUSES)
+_ANY_STATUS = frozenset(STATUSES)
 
 Drain = Literal["", "own", "admin"]
 Absence = Literal["", "silent", "left"]
@@ -25,7 +25,7 @@ Absence = Literal["", "silent", "left"]
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a node.
+    """The facts about a node, from which its status follows.
 
     `drained` is `own` if the worker drained the node. `offline` is `silent` if the next heartbeat brings the
     node back.
@@ -56,7 +56,7 @@ def facts_of(node: "BackendNode") -> Facts:
 
 
 def status_of(facts: Facts) -> str:
-    """Return the status that follows from the facts; the generated column has the same rule."""
+    """Return the status that follows from the facts. The generated column follows the same rule."""
     conditions = {
         PENDING: not facts.approved,
         OFFLINE: bool(facts.offline),
@@ -68,7 +68,7 @@ def status_of(facts: Facts) -> str:
 
 
 class Event(StrEnum):
-    """The events of a node."""
+    """The events that change a node's facts."""
 
     REGISTERED = "registered"
     AUTO_APPROVED = "auto_approved"
@@ -97,20 +97,20 @@ except with `forgotten` (`nodes/replicas/states.py`).
 
 @dataclass(frozen=True)
 class Transition:
-    """One row of the table."""
+    """One row of the transition table: where an event is allowed, and its effects."""
 
     sentence: str
     allowed: frozenset[str]
     effect: Callable[[Facts], Facts]
     guard: Callable[[Facts], bool] = lambda facts: True
     guard_reason: str = ""
-    """The reason for the error message when `guard` refuses the event."""
+    """Why the event is not possible, if `guard` refuses it; part of the error message."""
     replicas: Replicas = "kept"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why an event cannot happen now."""
+    """Why an event is not allowed for a node now."""
 
     reason: str
 
@@ -132,7 +132,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
     Event.REGISTERED: Transition(
         "The worker starts or reconnects: the node is online and its own drain ends. Approval and an admin's"
         " drain stay (R1.10 to R1.14).",
-        _ANY,
+        _ANY_STATUS,
         _facts_after_registration,
         replicas="unlisted",
     ),
@@ -157,13 +157,13 @@ TRANSITIONS: Mapping[Event, Transition] = {
     ),
     Event.DRAINED: Transition(
         "An admin drains the node: no new requests. Only an admin ends that (R1.19).",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(drained="admin"),
         replicas="idle",
     ),
     Event.DRAINED_ITSELF: Transition(
         "The worker is stopping and drains itself. Its next registration ends that (R1.19).",
-        _ANY,
+        _ANY_STATUS,
         lambda facts: replace(facts, drained=facts.drained or "own"),
         replicas="idle",
     ),
@@ -187,7 +187,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
     ),
     Event.DEACTIVATED: Transition(
         "The worker shuts down: offline until it registers again, even if heartbeats still arrive (R1.20).",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(offline="left"),
         replicas="all",
     ),
@@ -199,7 +199,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
     ),
     Event.HEARD_AGAIN: Transition(
         "A heartbeat of a node that had lost contact: it is online again (R5.5).",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(offline=""),
         lambda facts: facts.offline == "silent",
         "contact was not lost",
@@ -207,19 +207,19 @@ TRANSITIONS: Mapping[Event, Transition] = {
     Event.MARKED_UNHEALTHY: Transition(
         "It did not answer a command, or nothing listens for it on the bus while a heartbeat is late."
         " Replicas stay, because the next pass may revert this (R1.17).",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(unhealthy=True),
     ),
     Event.MARKED_HEALTHY: Transition(
         "It has sent a heartbeat since it was marked unhealthy (R5.5), and answered on the bus (H7).",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(unhealthy=False),
         lambda facts: facts.unhealthy,
         "not marked unhealthy",
     ),
     Event.REVOKED: Transition(
         "An admin revokes the secret: permanently rejected, and the node is pending without identity.",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(approved=False, revoked=True, identified=False),
         lambda facts: facts.identified,
         "has no identity to revoke",
@@ -227,13 +227,13 @@ TRANSITIONS: Mapping[Event, Transition] = {
     ),
     Event.HANDED_OVER: Transition(
         "An admin accepts a worker with another secret: offline until that worker registers.",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(identified=True, offline="left"),
         replicas="all",
     ),
     Event.DEREGISTERED: Transition(
         "An admin removes the node (R1.21).",
-        _ANY,
+        _ANY_STATUS,
         _fact_change(),
         replicas="forgotten",
     ),
@@ -241,7 +241,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
 
 
 def apply(event: Event, facts: Facts) -> Facts | Refusal:
-    """Return the facts after `event`, or the refusal of the event."""
+    """Return the facts after `event`, or a `Refusal` if the event is not allowed."""
     row, status = TRANSITIONS[event], status_of(facts)
     if status not in row.allowed:
         return Refusal(f"the node is {status}")

@@ -20,12 +20,12 @@ from localai_cluster.accounts.audit import Change
 from localai_cluster.kit.logs import request_id
 from nodes.models import NodeEvent
 
-_CAUSE_LENGTH = 255
+_MAX_CAUSE_LENGTH = 255
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One event: the node, its kind, actor and cause, and the status before and after."""
+    """One event of a node: its kind, actor and cause, and the node's status before and after."""
 
     node_id: UUID
     node_name: str
@@ -40,7 +40,7 @@ class Entry:
 
 def record(*entries: Entry, at: datetime) -> None:
     """Write the events in the caller's transaction."""
-    NodeEvent.objects.bulk_create(_row(entry, at) for entry in entries)
+    NodeEvent.objects.bulk_create(_event_row(entry, at) for entry in entries)
     by_people = [entry for entry in entries if entry.actor.kind in audit.AUDITED_ACTOR_KINDS]
     audit.record(
         *(
@@ -52,10 +52,10 @@ def record(*entries: Entry, at: datetime) -> None:
 
 
 def record_repeated(entry: Entry, *, at: datetime) -> None:
-    """Count the event with equal events of the same minute."""
-    row = _row(entry, at)
+    """Write the event, or raise the count of an equal event of the same minute."""
+    row = _event_row(entry, at)
     row.repeat_key = _repeat_key(entry, at)
-    _, created = NodeEvent.objects.get_or_create(repeat_key=row.repeat_key, defaults=_columns(row))
+    _, created = NodeEvent.objects.get_or_create(repeat_key=row.repeat_key, defaults=_insert_columns(row))
     if not created:
         repeated = NodeEvent.objects.filter(repeat_key=row.repeat_key)
         repeated.update(count=F("count") + 1, last_at=Greatest("last_at", at))
@@ -68,7 +68,7 @@ def prune(*, before: datetime, limit: int) -> int:
     return deleted
 
 
-def _row(entry: Entry, at: datetime) -> NodeEvent:
+def _event_row(entry: Entry, at: datetime) -> NodeEvent:
     return NodeEvent(
         node_id=entry.node_id,
         node_name=entry.node_name,
@@ -77,7 +77,7 @@ def _row(entry: Entry, at: datetime) -> NodeEvent:
         last_at=at,
         actor_kind=entry.actor.kind,
         actor=str(entry.actor),
-        cause=entry.cause[:_CAUSE_LENGTH],
+        cause=entry.cause[:_MAX_CAUSE_LENGTH],
         status_before=entry.before,
         status_after=entry.after,
         detail=dict(entry.detail),
@@ -85,7 +85,7 @@ def _row(entry: Entry, at: datetime) -> NodeEvent:
     )
 
 
-def _columns(row: NodeEvent) -> dict[str, Any]:
+def _insert_columns(row: NodeEvent) -> dict[str, Any]:
     return {f.name: getattr(row, f.name) for f in NodeEvent._meta.concrete_fields if f.name != "id"}
 
 

@@ -28,11 +28,12 @@ from operations.changes import events
 CHANNEL = "cluster_replica_checks"
 """NOTIFY channel: some engines are suspect and must be checked."""
 SILENCE_LIMIT = timedelta(seconds=120)
-"""Time without an update of its row after which a replica is suspect (C3)."""
+"""Time without an update of a replica's row after which the replica is suspect (C3)."""
 CLAIM_DURATION = timedelta(seconds=20)
-"""Duration of a claim; longer than a check, shorter than the pause between two passes."""
+"""Time for which a controller has a suspect to itself: longer than a check, shorter than the pause between
+two passes."""
 _RESULT_COLUMNS = ["missed_reports", "missed_probes", "exit_reported"]
-_COLUMNS = (
+_SUSPECT_COLUMNS = (
     *("node", "model_name", "replica_index", "address", *_RESULT_COLUMNS),
     *("node__name", "node__engine_token", "node__weak_identity"),
 )
@@ -40,14 +41,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class ExitReport:
-    """An engine process that ended by itself: its key, and the address at which it was called."""
+    """A worker's report that an engine process has ended by itself: its key, and the address that it had."""
 
     process_key: str
     address: str
 
 
 def request_checks(*, heartbeat_since: datetime, now: datetime) -> bool:
-    """Wake the controllers and return True if some engines are suspect.
+    """Wake the controllers if any engine is suspect; return True if so.
 
     The function also resets the counts of misses of replicas that are no longer suspect (R4.35).
     """
@@ -73,12 +74,12 @@ def claim_suspects(*, heartbeat_since: datetime, now: datetime) -> list[Suspect]
             *(row.missed_reports, row.missed_probes, row.exit_reported),
             *(row.node.name, row.node.engine_token, row.node.weak_identity),
         )
-        for row in claim_rows(suspects.select_related("node").only(*_COLUMNS), checked_at=now)
+        for row in claim_rows(suspects.select_related("node").only(*_SUSPECT_COLUMNS), checked_at=now)
     ]
 
 
 def record_results(results_by_suspect: Mapping[Suspect, CheckResult], *, now: datetime) -> list[Suspect]:
-    """Write the results for rows that have not changed; return the replicas that no longer serve.
+    """Store the results of checks in unchanged rows; return the replicas that no longer serve.
 
     If the worker did not report the end itself, the engine is stopped before its row is removed. The number
     of statements is constant. Most engines are alive: one statement in a transaction of its own updates their
@@ -118,10 +119,10 @@ def _refresh(alive: Sequence[Suspect], now: datetime) -> None:
         "now": now,
     }
     with connection.cursor() as cursor:
-        cursor.execute(_REFRESH, values)
+        cursor.execute(_REFRESH_SQL, values)
 
 
-_REFRESH = """
+_REFRESH_SQL = """
 WITH same AS (
     SELECT r.id FROM node_models AS r
       JOIN unnest(%(ids)s::uuid[], %(addresses)s::text[], %(claims)s::timestamptz[])
@@ -134,7 +135,8 @@ UPDATE node_models AS r SET
     updated_at = greatest(r.updated_at, %(now)s::timestamptz)
 FROM same WHERE r.id = same.id
 """
-"""A pick may have updated the row after the start of the check: the later time stays."""
+"""Statement that updates the rows of engines that are alive. If a pick has updated a row since the start of
+the check, the later time stays."""
 
 
 async def report_exits(database: StatementRunner, node_id: UUID, ended: Sequence[ExitReport]) -> int:
@@ -145,10 +147,10 @@ async def report_exits(database: StatementRunner, node_id: UUID, ended: Sequence
     """
     named = json.dumps([vars(report) for report in ended])
     values = {"node": node_id, "named": named, "loaded": ReplicaState.LOADED, "channel": CHANNEL}
-    return len(await database.fetch_rows(_RECORD_EXITS, values))
+    return len(await database.fetch_rows(_RECORD_EXITS_SQL, values))
 
 
-_RECORD_EXITS = """
+_RECORD_EXITS_SQL = """
 WITH named AS (
     SELECT * FROM jsonb_to_recordset(%(named)s::jsonb) AS one(process_key text, address text)
 ), found AS (
@@ -163,9 +165,8 @@ WITH named AS (
 )
 SELECT id, pg_notify(%(channel)s, '') FROM marked
 """
-"""The statement sets `checked_at` to NULL, so that a running check loses its claim: its list of processes may
-be older than the engine's end.
-"""
+"""Statement that marks the rows of ended processes as suspect. It sets `checked_at` to NULL, so that a
+running check loses its claim: its list of processes may be older than the engine's end."""
 
 
 def _suspects(heartbeat_since: datetime, now: datetime) -> NodeModelQuerySet:

@@ -1,7 +1,7 @@
-"""Drains of replicas: no request picks a draining replica; without a stop it returns to the picks.
+"""Drains of replicas: no request picks a draining replica. Unless its engine is stopped, it serves again.
 
 A row belongs to the last operation that drained it, and this operation stops the engine. If the operation
-ends before, the controllers return the replica or stop the engine (`stops.py`).
+ends before, the controllers return the replica to service or stop the engine (`stops.py`).
 """
 
 from collections.abc import Collection, Sequence
@@ -27,15 +27,15 @@ from operations.models import ACTIVE, OperationTarget
 
 @dataclass(frozen=True)
 class UpgradeDrain:
-    """State of a drain before an upgrade: running requests, or models whose last replica blocks it."""
+    """Progress of a drain before an upgrade: the number of running requests, or what prevents the drain."""
 
     running: int = 0
     last_of: tuple[str, ...] = ()
-    """Models without a replica on another node, whose last replica must not stop yet."""
+    """Models that would lose their last serving replica; the drain then does not begin."""
 
 
 def last_replicas(backend: str, node_ids: Collection[UUID]) -> dict[UUID, set[str]]:
-    """Return, by node, the models of which only this node has replicas that serve; of one backend."""
+    """Return, by node, the models of the backend that only this node serves."""
     concerned = NodeModel.objects.loaded().filter(node__in=node_ids).of_backend(backend)
     serving = NodeModel.objects.reached().filter(model_name__in=concerned.values("model_name"))
     nodes: dict[str, set[UUID]] = {}
@@ -53,8 +53,8 @@ def drain_for_upgrade(
 ) -> UpgradeDrain:
     """Drain the node's replicas of this backend; drain none if a model would lose its last replica.
 
-    All serving rows of the models are locked, so two nodes with the last two replicas of a model never drain
-    both.
+    `confirmed` are models that may lose it. All serving rows of the models are locked, so two nodes with the
+    last two replicas of a model never drain both.
     """
     mine = NodeModel.objects.filter(node_id=node_id).of_backend(backend)
     with transaction.atomic():
@@ -81,13 +81,16 @@ def drain_for_upgrade(
 
 
 def end_upgrade(intent_id: UUID, fence: int) -> None:
-    """End the attempt: its replicas whose engines still run serve again, unless a later attempt owns them."""
+    """End the attempt at an upgrade: its replicas whose engines still run serve again.
+
+    A replica that a later attempt owns stays drained.
+    """
     if PendingBackendOp.objects.filter(pk=intent_id, fence=fence).exists():
         _return_drained(NodeModel.objects.filter(owner_id=intent_id))
 
 
 def return_without_upgrade() -> int:
-    """Return drained replicas whose upgrade no longer runs to the picks; return their number.
+    """Return drained replicas to service whose upgrade is not running any more; return their number.
 
     An upgrade may stop running because its controller died.
     """
@@ -97,10 +100,7 @@ def return_without_upgrade() -> int:
 
 
 def hand_to_upgrade(rows: Sequence[NodeModel]) -> set[UUID]:
-    """Transfer these locked, draining rows to the upgrade that is about to stop their engines.
-
-    Return the ids of the transferred rows.
-    """
+    """Give these locked, draining rows to the upgrade that will stop their engines; return their ids."""
     kept: set[UUID] = set()
     busy = _active_upgrades().filter(node__in={row.node_id for row in rows}, spares_requests=True)
     for intent in busy if rows else ():
@@ -137,9 +137,9 @@ def _return_to_picks(rows: Sequence[NodeModel]) -> None:
 
 
 UNLOAD, DELETE, REMOVE = "model_unload", "model_delete", "definition_delete"
-"""The kinds of operations that drain replicas."""
+"""Kinds of operations that drain and stop replicas."""
 UNLOADABLE_STATES = (ReplicaState.LOADED, ReplicaState.UNLOADING)
-"""The states in which a replica has an engine that an unload stops."""
+"""States of a replica in which it has an engine that an unload can stop."""
 _DRAIN_PHASES = (Phase.DRAINING, Phase.TERMINATING)
 _DRAIN_COLUMNS = ("id", "in_flight", "phase", "deadline")
 
@@ -147,7 +147,7 @@ _DRAIN_COLUMNS = ("id", "in_flight", "phase", "deadline")
 def unloadable_replicas(
     model_name: str, *, node_id: UUID | None = None, index: int | None = None
 ) -> NodeModelQuerySet:
-    """Return the replicas that an unload of the model stops: all, those of one node, or exactly one."""
+    """Return the replicas that an unload of the model stops: all, those on one node, or one."""
     rows = (
         NodeModel.objects.of(model_name)
         .filter(state__in=UNLOADABLE_STATES)
@@ -166,10 +166,10 @@ def drain_for_unload(
     operation_id: UUID,
     now: datetime,
 ) -> list[Engine]:
-    """Drain the replicas for an operation; return their engines.
+    """Drain the replicas for an unload operation; return their engines.
 
-    The operation takes over replicas that drain or terminate already; they keep an earlier deadline. Needs a
-    transaction. The number of statements is constant.
+    The operation takes over replicas that drain or terminate already; an earlier deadline of these stays.
+    Needs a transaction. The number of statements is constant.
     """
     found = unloadable_replicas(model_name, index=index).filter(node_id__in=node_ids).order_by("id")
     rows = list(found.select_for_update(of=("self",)))
@@ -217,7 +217,7 @@ def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
 
 
 def advance_deadline(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
-    """Move the deadlines of these draining or terminating replicas forward to `deadline`."""
+    """Lower the deadline of these draining or terminating replicas to `deadline`; keep an earlier one."""
     rows.filter(phase__in=_DRAIN_PHASES, deadline__gt=deadline).update(deadline=deadline)
 
 
@@ -231,12 +231,12 @@ def running_requests(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | 
 
 
 def is_in_use(engine: Engine) -> bool:
-    """Return True if the replica serves, or drains and may still have requests."""
+    """Return True if the engine serves, or if it drains and requests may still be running on it."""
     return NodeModel.objects.filter(pk=engine.id, phase__in=(Phase.SERVING, *_DRAIN_PHASES)).exists()
 
 
 def return_abandoned() -> list[Engine]:
-    """Return replicas to the picks whose operation ended before it sent a stop; return their engines.
+    """Return replicas to service whose operation ended before it sent a stop; return their engines.
 
     If an upgrade is about to stop the engine, the upgrade gets the replica instead and returns it later.
     """
@@ -252,7 +252,7 @@ def return_abandoned() -> list[Engine]:
 
 
 def has_no_operation() -> Q:
-    """Return a filter for rows that no active operation stops: neither their owner nor an earlier operation.
+    """Return a filter for rows that no active operation will stop: neither the owner nor an earlier one.
 
     An operation stops the rows of its targets that have not ended.
     """

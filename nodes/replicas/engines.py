@@ -45,7 +45,7 @@ SERVING_COLUMNS: Mapping[str, Any] = {**NO_OWNER_COLUMNS, **_NO_STOP_COLUMNS, "r
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine to be stopped: a snapshot of its row."""
+    """What is needed to stop an engine, as read from its row."""
 
     id: UUID
     node_id: UUID
@@ -65,7 +65,7 @@ class Engine:
         return process_key(self.model_name, self.replica_index)
 
     def may_still_start(self, now: datetime) -> bool:
-        """Return True if the start command may not have reached the worker yet."""
+        """Return True if the start command may still be on its way to the worker."""
         started = self.started_at
         return (
             started is not None and not self.start_answered and now < started + states.UNANSWERED_START_LIMIT
@@ -73,7 +73,7 @@ class Engine:
 
 
 def engine_of(row: NodeModel) -> Engine:
-    """Return the snapshot of a row."""
+    """Return the engine of a row."""
     return Engine(
         row.id,
         row.node_id,
@@ -88,7 +88,7 @@ def engine_of(row: NodeModel) -> Engine:
 
 
 def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
-    """Apply `event` to the rows whose phase allows it (`states.MOVES`); return the number of changed rows.
+    """Apply `event` to the rows whose phase allows it (`states.MOVES`); return how many have changed.
 
     The UPDATE sets the next phase and `columns`. Events that end rows are for `end_rows`, which deletes them.
     """
@@ -111,7 +111,7 @@ def stop_columns(now: datetime) -> dict[str, Any]:
 
 
 def owner_columns(kind: OwnerKind, id: UUID, fence: int | None = None) -> dict[str, Any]:
-    """Return the owner columns for an operation or intent; `fence` is the attempt of a load."""
+    """Return the columns that make an operation or intent the owner; `fence` is that of a load's attempt."""
     return {"owner_kind": kind, "owner_id": id, "owner_fence": fence}
 
 
@@ -129,9 +129,9 @@ def has_running_attempt() -> Exists:
 
 
 def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: Collection[UUID] = ()) -> int:
-    """Mark the replicas of these nodes, except `keep`, as `departed`; return their number.
+    """Mark the replicas of these nodes as `departed`, except those in `keep`; return their number.
 
-    Rows in `ended`, and rows in a phase without an engine, are deleted; the others stay, because their
+    Rows in `ended`, and rows in a phase without an engine, are deleted; all other rows stay, because their
     engines may still run. A row that has already departed keeps its deadline. The hooks are called once for
     each model of a node, with the index -1. Needs a transaction.
     """
@@ -158,7 +158,10 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
 
 
 def forget_nodes(*node_ids: UUID) -> int:
-    """Delete all rows of nodes that are removed; return the number of replicas. Needs a transaction."""
+    """Delete all rows of these nodes, which are being removed; return the number of replicas.
+
+    Needs a transaction.
+    """
     rows = _lock_rows(NodeModel.engines.filter(node_id__in=node_ids))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     _delete(rows, {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present})
@@ -177,7 +180,7 @@ def forget_departed(*, now: datetime) -> list[NodeModel]:
 
 
 def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
-    """End the replicas of a node that its worker does not run; return their keys.
+    """End the replicas of a node that its worker does not list; return their keys.
 
     Only replicas count that serve or that an upgrade drains. `running` is the worker's list of engines,
     requested after `before`.
@@ -191,7 +194,7 @@ def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[s
 
 
 def engine_ids(node_id: UUID) -> frozenset[UUID]:
-    """Return the ids of the node's engines whose start was answered, in every phase.
+    """Return the ids of the node's engines whose start the worker has answered, in every phase.
 
     An unanswered start may be sent again, so its row may belong to a later process afterwards.
     """
@@ -214,10 +217,11 @@ def end_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]
 
 
 def end_at_address(address: str, *, node_id: UUID, new_engine_id: UUID) -> list[str]:
-    """End the engines at `address` that started before engine `new_engine_id`; return their keys.
+    """End the engines whose address a new engine has taken; return their keys.
 
-    A stock worker that has restarted assigns the same ports again before its list of engines is read. Nothing
-    ends if the load of the new engine is over, because another engine may have its address since.
+    Only engines count that started before the engine `new_engine_id`. A stock worker that has restarted
+    assigns the same ports again before its list of engines is read. Nothing ends if the load of the new
+    engine is over, because another engine may have its address since.
     """
     with transaction.atomic():
         rows = _lock_rows(NodeModel.engines.filter(node_id=node_id, address=address))
@@ -230,7 +234,7 @@ def end_at_address(address: str, *, node_id: UUID, new_engine_id: UUID) -> list[
 
 
 def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
-    """End an engine whose worker has confirmed the stop; return False if the row no longer exists.
+    """End an engine whose worker has confirmed the stop; return False if its row no longer exists.
 
     `stop_sent` is the time of the stop that ended the engine; None if the engine may have ended before. Loads
     that reserved a slot on the node and wait for memory get the freed memory in their readings.
@@ -257,7 +261,7 @@ def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
 def end_confirmed(rows: Sequence[NodeModel]) -> None:
     """Delete these locked rows, whose engines have certainly ended. Needs a transaction.
 
-    The function notifies the operations that wait for a free slot on these nodes.
+    Operations that wait for a free slot on these nodes are notified.
     """
     end_rows(rows)
     if rows:
@@ -271,14 +275,14 @@ def end_rows(rows: Sequence[NodeModel]) -> None:
 
 
 # Django deletes a hundred rows at a time.
-_DELETE = """
+_DELETE_SQL = """
     WITH uses AS (DELETE FROM replica_uses WHERE replica_id = ANY(%(ids)s))
     DELETE FROM node_models WHERE id = ANY(%(ids)s)
 """
 
 
 def _release(rows: Sequence[NodeModel]) -> None:
-    """Release the reserved memory of the rows (R2.43, "Port:"); after commit.
+    """Return the reserved memory of these rows to their nodes, after commit (R2.43, "Port:").
 
     Nodes are locked before replicas, so this must not run in the transaction that locks the rows. The
     reservations of loaded replicas are released too, because on a node that never reports free memory no
@@ -295,7 +299,7 @@ def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> Non
     """Delete the rows, notify other processes of the removed replicas, and call the hooks after commit."""
     if rows:
         with connection.cursor() as cursor:
-            cursor.execute(_DELETE, {"ids": [row.pk for row in rows]})
+            cursor.execute(_DELETE_SQL, {"ids": [row.pk for row in rows]})
         nodes = {row.node_id for row in rows if row.phase not in states.WITHOUT_ENGINE}
         if nodes:  # after commit, as nodes are locked before replicas
             transaction.on_commit(lambda: reserved_memory.note_ended_engines(nodes), robust=True)
@@ -310,7 +314,7 @@ def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> Non
 def _credit_freed_memory(
     gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None
 ) -> None:
-    """Add the memory of an ended engine to the readings from which these locked loads started.
+    """Add the memory of an ended engine to the readings by which these locked loads were placed.
 
     Later readings show more free memory by this amount, which would hide the memory that the loads use. Two
     kinds of loads stay unchanged: their reading is older than the engine's allocation, or may be newer than

@@ -1,7 +1,8 @@
-"""Replicas that a load evicts: the snapshot for the choice, and the locks under which the choice is verified.
+"""Evictions of replicas by a load: the snapshot for the choice, and the locks under which it is verified.
 
-A victim terminates in the transaction in which the load takes its slot, and its stop is due at once. A
-controller stops this process until the worker confirms the stop (`stops.py`), even if the load fails.
+A victim is a replica that is evicted. It terminates in the transaction in which the load takes its slot, and
+its stop is due at once. A controller stops this process until the worker confirms the stop (`stops.py`), even
+if the load fails.
 """
 
 from collections import Counter
@@ -18,10 +19,10 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import ProtectionRules, Resident
 
 STOPS_WITHIN = timedelta(seconds=60)
-"""Limit for the stops of evicted replicas; then the load tries another node."""
+"""Time in which evicted replicas must stop; after it the load tries another node."""
 _MAY_HAVE_ENDED_REASONS = (PhaseReason.LOST, PhaseReason.WRONG_MODEL, PhaseReason.LOAD_FAILED)
-"""Reasons of terminations whose engines may have ended before the stop."""
-_COLUMNS = (
+"""Reasons with which a replica terminates although its engine may have ended before the stop."""
+_RESIDENT_COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
     *("vram_needed", "loaded_at", "gpus", "started_at"),
 )
@@ -52,16 +53,16 @@ def _residents(rows: NodeModelQuerySet) -> list[Resident]:
             gpus=frozenset((gpu["index"], gpu["bytes"]) for gpu in row["gpus"]),
             started_at=row["started_at"],
         )
-        for row in rows.values(*_COLUMNS)
+        for row in rows.values(*_RESIDENT_COLUMNS)
     ]
 
 
 def guard(
     model_name: str, among: Iterable[Resident], *, now: datetime, claimed: Set[UUID] = frozenset()
 ) -> ProtectionRules:
-    """Return the rules that protect these replicas from a load of `model_name`; two queries.
+    """Read the rules that protect these replicas from a load of `model_name`; two queries.
 
-    `claimed`: the nodes whose memory older loads wait for.
+    `claimed`: the nodes whose memory goes first to older loads that wait.
     """
     models = {replica.model_name for replica in among}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=models)
@@ -70,9 +71,9 @@ def guard(
 
 
 def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
-    """Lock the victims and the rules of their models; return True if all victims can be evicted now.
+    """Lock the replicas to evict and the rules of their models; return True if all can be evicted now.
 
-    Every victim must serve, a victim that was idle must be idle, and no rule may protect it. The lock on a
+    Every replica must serve, one that was idle must still be idle, and no rule may protect it. The lock on a
     model's rule serializes evictions of its replicas, so the model keeps its minimum.
     """
     idle = [victim.id for victim in victims if not victim.in_flight]
@@ -102,7 +103,7 @@ def remaining_rows(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
 
 
 def _about_to_stop(now: datetime) -> Q:
-    """Return a filter for replicas about to stop: they never serve again, and are idle or get a stop.
+    """Return a filter for replicas that stop soon: they never serve again, and are idle or get a stop.
 
     Excluded are replicas that an upgrade drains, because they serve again, and replicas with running
     requests, for which an unload may wait an hour. An evicted replica counts even with running requests,

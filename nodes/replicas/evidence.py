@@ -1,4 +1,4 @@
-"""Liveness decisions for replicas, from their workers' lists and probes of their ports. Pure functions.
+"""Judge whether engines still run, by their workers' lists and by probes of their ports. Pure.
 
 A worker's list of its processes takes precedence; the engine's port counts only without a list. A single
 check never decides. Several misses in a row are necessary, or one miss after the worker has reported the
@@ -14,17 +14,17 @@ from localai_cluster.messaging.messages import process_key
 from localai_cluster.rpc.messages import Sign
 
 MISSED_REPORTS = 2
-"""Consecutive lists without the engine after which it counts as ended (C6)."""
+"""Number of consecutive lists without the engine after which it counts as ended (C6)."""
 MISSED_PROBES = 3
-"""Consecutive failed probes after which the engine counts as ended (C5, C17)."""
+"""Number of consecutive failed probes after which the engine counts as ended (C5, C17)."""
 
 Running = Collection[tuple[str, str]]
-"""Process key and port ("": not reported) of each engine that a worker lists."""
+"""Process key and port of each engine that a worker lists; "" if the port is not reported."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A replica whose engine may have ended, with the columns of its row at the time of the claim."""
+    """A replica whose engine may have ended: the columns of its row when it was claimed."""
 
     id: UUID
     node_id: UUID
@@ -47,9 +47,9 @@ class Suspect:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check for a replica's row.
+    """The result of a check of one engine, as it is stored in the replica's row.
 
-    `alive`: its engine certainly runs. `gone`: the engine counts as ended. `confirmed`: the worker reports
+    `alive`: the engine certainly runs. `gone`: the engine counts as ended. `confirmed`: the worker reports
     that the process has ended; otherwise nothing answers at its address.
     """
 
@@ -65,7 +65,7 @@ ALIVE = CheckResult(alive=True)
 
 
 def is_listed(running: Running, key: str, address: str) -> bool:
-    """Return True if the process of the row is in the worker's list.
+    """Return True if the worker's list has a process with this key and port.
 
     Only ports are compared, because the host of an address depends on the worker's network. Another port
     means that another engine has the key.
@@ -76,7 +76,8 @@ def is_listed(running: Running, key: str, address: str) -> bool:
 def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> CheckResult:
     """Return the result of a check (R4.34, R4.35, R4.39, R4.40).
 
-    `listed`: True if the worker lists the engine, None if it sent no list; then `port` counts.
+    `listed` is True if the worker lists the engine, None if it sent no list. Then `port` counts: True if the
+    engine's port answers.
     """
     if listed or (listed is None and port is Sign.ALIVE):
         return ALIVE

@@ -11,7 +11,7 @@ from nodes.placement.explain import MAX_SHOWN_NODES, FleetView
 
 
 def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
-    """Return True if a replica on a node outside `excluded_nodes` can take a request now (R2.10)."""
+    """Return True if a node outside `excluded_nodes` can take a request for the model now (R2.10)."""
     rows = NodeModel.objects.of(model_name).serving().exclude(node__in=excluded_nodes)
     labels = selectors_of([model_name])[model_name].labels
     if labels is None:
@@ -22,13 +22,13 @@ def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool
 
 
 def is_being_loaded(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
-    """Return True if a load has reserved a slot for the model on a node outside `excluded_nodes`."""
+    """Return True if a load has a slot for the model, on a node outside `excluded_nodes`."""
     loading = NodeModel.objects.of(model_name).filter(state__in=BEING_LOADED, node__status="healthy")
     return loading.exclude(node__in=excluded_nodes).exists()
 
 
 def loaded_revision(replica_id: UUID) -> str | None:
-    """Return the definition revision from which the replica was loaded; None if it does not serve."""
+    """Return the revision of the definition with which the replica was loaded; None if it does not serve."""
     return NodeModel.objects.loaded().filter(pk=replica_id).values_list("config_revision", flat=True).first()
 
 
@@ -43,7 +43,7 @@ def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
 
 
 def occupied_indices(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:
-    """Return the indices of these models' rows in any state (R1.62), by node; one query."""
+    """Return, by node, the indices that rows of these models have in any state (R1.62); one query."""
     indices: dict[str, dict[UUID, set[int]]] = {name: {} for name in model_names}
     rows = NodeModel.objects.filter(model_name__in=indices).occupying()
     for name, node_id, index in rows.values_list("model_name", "node_id", "replica_index"):
@@ -64,7 +64,7 @@ def lock_in_flight_counts(*node_ids: UUID) -> dict[UUID, int]:
 
 
 def prefer_installed(view: FleetView, decision: Decision, backend: str) -> tuple[FleetView, Decision]:
-    """Return view and decision; among equally good nodes, those that have the backend come first.
+    """Return view and decision with nodes that have the backend first among equally good nodes.
 
     One query, and only if several nodes are equally good. The nodes that an explanation names are marked by
     `mark_installed`.
@@ -83,7 +83,7 @@ def prefer_installed(view: FleetView, decision: Decision, backend: str) -> tuple
 
 
 def mark_installed(nodes: Sequence[Candidate], backend: str) -> list[Candidate]:
-    """Return the nodes with the fact whether the backend is installed; one query, none without a backend."""
+    """Return the nodes, marked with whether they have the backend; one query, none without a backend."""
     if not backend:
         return list(nodes)
     rows = NodeBackend.objects.named(backend).filter(node__in=[node.id for node in nodes])

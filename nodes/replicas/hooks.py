@@ -13,12 +13,12 @@ from uuid import UUID
 log = logging.getLogger(__name__)
 
 ALL_REPLICAS = -1
-"""Replica index that stands for all replicas of a model on a node."""
+"""Replica index that stands for all replicas of the model on the node."""
 
 
 @dataclass(frozen=True, order=True)
 class RemovedReplica:
-    """A removed replica; with the index -1, all replicas of a model on a node."""
+    """A replica that was removed; the index -1 stands for all replicas of the model on the node."""
 
     model_name: str
     node_id: UUID
@@ -26,7 +26,7 @@ class RemovedReplica:
 
 
 CHANNEL = "cluster_removed_replicas"
-"""NOTIFY channel: `<node id> <index> <model>`."""
+"""NOTIFY channel of removed replicas; the payload is `<node id> <index> <model>`."""
 
 
 def encode(removal: RemovedReplica) -> str:
@@ -46,7 +46,7 @@ on_removed: list[Hook] = []
 
 
 def call_hooks(removed: Iterable[RemovedReplica]) -> None:
-    """Call every hook, after the commit of the removals."""
+    """Call every hook after the removals are committed."""
     for removal in removed:
         for hook in on_removed:
             try:

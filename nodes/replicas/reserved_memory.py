@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE = timedelta(seconds=1)
 """Assumed maximum difference between the clocks of two machines."""
-_ZERO = Value(0, BigIntegerField())
-_UNREAD = (
+_ZERO_BYTES = Value(0, BigIntegerField())
+_UNREAD_FILTER = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
 )
 
 
 @dataclass(frozen=True)
 class GpuShare:
-    """A GPU that an engine may use, by its id on the worker, and the bytes that the engine may take."""
+    """A GPU that an engine may use (its id on the worker), and the bytes that the engine may take of it."""
 
     id: str
     amount: int
@@ -48,7 +48,7 @@ class GpuShare:
 
 @dataclass(frozen=True)
 class MemoryReservation:
-    """The reservation of a load: the columns of its row, and the GPUs that its engine may see.
+    """The memory that a load has reserved: the columns of its row, and the GPUs that its engine may see.
 
     Without GPUs the engine sees all GPUs: the node reports none, or no set of GPUs has enough memory for the
     load.
@@ -59,7 +59,7 @@ class MemoryReservation:
 
 
 def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
-    """Add `amount` bytes to the node's column and return True if they are effectively free (R1.51)."""
+    """Reserve `amount` bytes of the node's memory; return False if they are not effectively free (R1.51)."""
     if amount <= 0:
         return True
     free_node = BackendNode.objects.filter(pk=node_id, available_vram__gte=F("reserved_vram") + amount)
@@ -67,7 +67,7 @@ def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
     return bool(free_node.update(reserved_vram=F("reserved_vram") + amount, reserved_at=reserved_at))
 
 
-_RELEASE = """
+_RELEASE_SQL = """
     WITH due AS (
         SELECT n.id, sum(r.amount) AS amount
         FROM unnest(%s::uuid[], %s::bigint[], %s::timestamptz[]) AS r(node_id, amount, since)
@@ -83,7 +83,7 @@ _RELEASE = """
 
 
 def release(reservations: Iterable[tuple[UUID, int, datetime]]) -> None:
-    """Subtract reserved bytes from the columns of their nodes, in one statement (R1.52).
+    """Subtract reserved bytes from the reserved memory of their nodes, in one statement (R1.52).
 
     A reservation is a node, its bytes and its time. Bytes that a later reading has cleared, and bytes beyond
     what a node has reserved, are not subtracted.
@@ -91,11 +91,11 @@ def release(reservations: Iterable[tuple[UUID, int, datetime]]) -> None:
     amounts = [reservation for reservation in reservations if reservation[1] > 0]
     if amounts:
         with connection.cursor() as cursor:
-            cursor.execute(_RELEASE, [list(column) for column in zip(*amounts, strict=True)])
+            cursor.execute(_RELEASE_SQL, [list(column) for column in zip(*amounts, strict=True)])
 
 
 def fits_after_stops(node: BackendNode, need: Need, *, terminating: Collection[Resident]) -> bool:
-    """Return True if the load fits once the replicas in `terminating` have freed their memory.
+    """Return True if the load fits when the replicas in `terminating` have freed their memory.
 
     Needs the node's lock.
     """
@@ -179,7 +179,7 @@ def reserve_unknown(node: BackendNode) -> MemoryReservation:
 
 
 def note_ended_engines(node_ids: Collection[UUID]) -> None:
-    """Record that the last readings of these nodes are older than the end of an engine; one statement.
+    """Record that an engine on these nodes has ended after their last readings; one statement.
 
     Must not run in the transaction that locks replicas. If the record is lost, a load may be measured against
     a reading that shows too little free memory; such a measurement counts only if it is plausible
@@ -195,7 +195,7 @@ def note_ended_engines(node_ids: Collection[UUID]) -> None:
 def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
     """Return True if no other engine uses these GPUs and no other load runs on the node.
 
-    Without `gpus`, no other engine may run on the node. Needs the node's lock.
+    Without `gpus`, no other engine at all may run on the node. Needs the node's lock.
     """
     read_at = node.vram_read_at
     if read_at is None or node.returned_beside == read_at:
@@ -212,7 +212,7 @@ def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
 
 
 def taken_since_load(row: NodeModel) -> int:
-    """Return the bytes by which the load of this replica reduced the free memory of its GPUs; 0 if unknown.
+    """Return the bytes of GPU memory that the replica has taken since its load began; 0 if unknown.
 
     The number is known only if the load was alone on its GPUs, and no other load began on the node before the
     last reading. Without GPUs it is unknown if the node has a VRAM budget, which hides a part of the total.
@@ -230,15 +230,16 @@ def taken_since_load(row: NodeModel) -> int:
 
 
 def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:
-    """Count the memory of an engine that ran until its stop was sent as free before a reading shows it.
+    """Count the memory of a stopped engine as free before a reading shows it.
 
-    The credit applies only to a reading that includes the engine: after the load, and before the stop by more
-    than `CLOCK_TOLERANCE`. It is limited to the memory that the node uses, because the need of the engine may
-    have been overestimated. Must not run in the transaction that locks replicas, because nodes are locked
-    before replicas. If the credit is lost, the next reading corrects the free memory.
+    The engine ran until its stop was sent. The credit applies only to a reading that includes the engine:
+    after the load, and before the stop by more than `CLOCK_TOLERANCE`. It is limited to the memory that the
+    node uses, because the need of the engine may have been overestimated. Must not run in the transaction
+    that locks replicas, because nodes are locked before replicas. If the credit is lost, the next reading
+    corrects the free memory.
     """
     shows = Q(vram_read_at__gte=gone.loaded_at, vram_read_at__lt=stop_sent - CLOCK_TOLERANCE)
-    beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=_ZERO)
+    beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=_ZERO_BYTES)
     with transaction.atomic():
         node = BackendNode.objects.filter(shows, pk=gone.node_id)
         if node.update(
@@ -251,7 +252,7 @@ def _limit_to_used(returned: CombinedExpression) -> Case:
     """Limit `returned` to the bytes that the reading shows as used, if the total memory is known."""
     amount = ExpressionWrapper(returned, BigIntegerField())
     used = ExpressionWrapper(F("total_vram") - F("available_vram"), BigIntegerField())
-    return Case(When(total_vram__gt=0, then=Greatest(Least(amount, used), _ZERO)), default=amount)
+    return Case(When(total_vram__gt=0, then=Greatest(Least(amount, used), _ZERO_BYTES)), default=amount)
 
 
 def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
@@ -259,8 +260,11 @@ def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
-    """Return the reservations of `rows`, for nodes whose reading lacks at least one; by node, one query."""
-    unread = NodeModel.engines.filter(_UNREAD, vram_needed__gt=0).values("node")
+    """Return the reservations of `rows` by node; one query.
+
+    A node is left out if its reading shows all of them.
+    """
+    unread = NodeModel.engines.filter(_UNREAD_FILTER, vram_needed__gt=0).values("node")
     reservations: defaultdict[UUID, list[Reservation]] = defaultdict(list)
     reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list(
         "node_id", *fleet_cache.RESERVATION_COLUMNS
@@ -271,6 +275,6 @@ def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
 
 
 def shown_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> list[dict[str, Any]]:
-    """Return the GPUs of the node, each with the bytes that loads have reserved; `node` has its columns."""
+    """Return the GPUs of the node, each with the bytes that loads have reserved on it."""
     reserved = fleet_cache.reserved_on_gpus(node, reservations)
     return [gpu | {"reserved_vram": max(reserved[gpu["index"]], 0)} for gpu in node["gpus"]]

@@ -10,7 +10,7 @@ REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
 REPLICA_PHASE = enum("ReplicaPhase", Phase)
 PHASE_REASON = enum("PhaseReason", PhaseReason)
 
-_REPLICA = [
+_REPLICA_COLUMNS = [
     column("id", UUID),
     column("model_name", TEXT),
     column("replica_index", count()),
@@ -18,13 +18,13 @@ _REPLICA = [
     column("in_flight", count(), "Requests that run on it."),
     column("last_used", TIME),
 ]
-_STOPPED_AT = Case(
+_NEXT_STOP_EXPRESSION = Case(
     When(phase=Phase.STOPPING, then=F("next_stop_at")),
     When(phase__in=(*LOADING_PHASES, Phase.SERVING, Phase.DEPARTED), then=Value(None, DateTimeField())),
     default=F("deadline"),
 )
-"""The time of the next stop; while requests may still run, the deadline of the phase."""
-_LOADING_BY = Case(
+"""SQL expression: the time of the next stop or, while requests may still run, the deadline of the phase."""
+_LOADING_BY_EXPRESSION = Case(
     When(
         owner_fence__isnull=False,
         then=Concat(Cast("owner_id", CharField()), Value(":"), Cast("owner_fence", CharField())),
@@ -37,8 +37,8 @@ _LOADING_BY = Case(
     default=Value(""),
     output_field=CharField(),
 )
-"""The owner of a replica or, without an owner, the reason; in the values of the reference's API."""
-_STOP = [
+"""SQL expression: the owner of a replica or, without an owner, the reason, as in the reference's API."""
+_STOP_COLUMNS = [
     column(
         "cleanup_error",
         TEXT,
@@ -50,7 +50,7 @@ _STOP = [
         "cleanup_next_retry_at",
         TIME,
         "When an unloading replica is stopped at the latest, or again.",
-        source=Time(_STOPPED_AT),
+        source=Time(_NEXT_STOP_EXPRESSION),
         optional=True,
         nullable=True,
     ),
@@ -59,14 +59,14 @@ REPLICA = Shape(
     "Replica",
     "One replica (§2.3).",
     [
-        *_REPLICA,
+        *_REPLICA_COLUMNS,
         column("node_id", UUID),
         column("address", TEXT),
-        column("loading_by", TEXT, source=_LOADING_BY, optional=True),
+        column("loading_by", TEXT, source=_LOADING_BY_EXPRESSION, optional=True),
         column("backend_type", TEXT, optional=True),
         column("config_revision", TEXT, optional=True),
         column("effective_options_hash", TEXT, optional=True),
-        *_STOP,
+        *_STOP_COLUMNS,
         column("cleanup_attempts", count(), source=F("stop_attempts"), optional=True),
         column("created_at", TIME),
         column("updated_at", TIME),
@@ -76,7 +76,7 @@ LIVE_MODEL = Shape(
     "LiveModel",
     "One replica on a node, in any state.",
     [
-        *_REPLICA,
+        *_REPLICA_COLUMNS,
         column("backend_type", TEXT),
         column("created_at", TIME),
         column(
@@ -92,6 +92,6 @@ LIVE_MODEL = Shape(
             nullable=True,
         ),
         column("reason", PHASE_REASON.ref, "Why it does not serve any more.", optional=True),
-        *_STOP,
+        *_STOP_COLUMNS,
     ],
 )

@@ -42,12 +42,12 @@ from operations.ledger import attempts
 
 
 class OverQuota(Exception):
-    """The files do not fit into the node's disk quota; the text has the sizes and a hint."""
+    """The model's files exceed the node's disk quota; the text has the sizes and a hint."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A reserved slot for one replica."""
+    """A reserved place for one replica on a node, with the GPUs that its engine may use."""
 
     id: UUID
     node_id: UUID
@@ -56,17 +56,17 @@ class Slot:
     gpus: tuple[GpuShare, ...] = ()
     """The only GPUs that the engine may see; empty for all GPUs."""
     gpu_layers: int = 0
-    """Number of layers on the GPU if smaller than in the definition; 0 for the definition's number."""
+    """Number of layers on the GPU if smaller than in the definition; 0 = as in the definition."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The load options that differ from the definition's; stored in the row, not in a revision."""
+        """Load options that differ from the definition's; stored in the row and not in a revision."""
         return {"NGPULayers": self.gpu_layers} if self.gpu_layers else {}
 
 
 @dataclass(frozen=True)
 class NoSlot:
-    """The reason why the node has no slot for the replica."""
+    """Why the node has no slot for the replica."""
 
     reason: str
 
@@ -86,8 +86,9 @@ def reserve(
     """Take the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
     The function reads the current rows: an index is taken until its engine has ended, also in `unloading`
-    (R1.67). With `room`, its victims terminate and the memory that terminating replicas free counts as free:
-    the slot must not be used before these replicas have ended. `why` is stored in the same transaction.
+    (R1.67). `room` is an eviction: its victims terminate, and the memory that terminating replicas free
+    counts as free. The slot must not be used before these replicas have ended. `why` is stored in the same
+    transaction.
     """
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
@@ -150,7 +151,7 @@ def _free_index(node: BackendNode, model_name: str) -> int | None:
 def _memory(
     node: BackendNode, need: Need, model_name: str, room: Eviction | None, now: datetime
 ) -> reserved_memory.MemoryReservation | NoSlot:
-    """Reserve the load's memory on the locked node; on success terminate the victims of `room`.
+    """Reserve the load's memory on the locked node and, if it suffices, terminate the victims of `room`.
 
     Under the node's lock no other load counts on the same bytes: each reserves what it takes.
     """
@@ -179,15 +180,18 @@ def _memory(
 
 
 def is_owned(slot: Slot, *, attempt: Attempt) -> bool:
-    """Return True if the attempt still owns the slot: a departing node or a later attempt ends that."""
+    """Return True if the attempt still owns the slot.
+
+    It loses the slot to a later attempt, or if the node departs.
+    """
     return _owned_rows(slot, attempt).exists()
 
 
 def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
-    """Begin to send `files` bytes of the model to the node, as its only load of the model (R2.26).
+    """Begin to send `files` bytes of the model to the node, unless another load is sending its files (R2.26).
 
-    Return False while another running attempt sends the files, None if the attempt no longer owns the slot.
-    Raise OverQuota if the files do not fit into the node's disk quota.
+    Return False while another running attempt sends them, None if the attempt no longer owns the slot. Raise
+    OverQuota if the files do not fit into the node's disk quota.
     """
     with committed("load.staging"):
         # As for a slot: of two that begin at once one sees the other.
@@ -220,7 +224,7 @@ def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
 
 
 def record_answer(slot: Slot, address: str = "") -> None:
-    """Record the worker's answer to the start: an engine runs at `address`, or none if it is empty.
+    """Store the address of the engine from the worker's answer to the start; empty if no engine runs.
 
     The row is updated in every phase, so that a stop after a late answer names the right address.
     """
@@ -244,7 +248,7 @@ def publish(
     remembered: Mapping[str, Any] = types.MappingProxyType({}),
     result: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> bool:
-    """Make the slot a replica that receives traffic; return False if the attempt no longer owns the slot.
+    """Make the slot a replica that gets requests; return False if the attempt no longer owns the slot.
 
     `options_hash`: fingerprint of the options that the engine got, which the node may have changed (R2.80).
     `remembered`: further columns of the model's load record. The replica `replaces` terminates in the same
@@ -295,7 +299,7 @@ def _owned_rows(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:
 
 
 def _lock_replaced_replica(slot: Slot, replaced: UUID | None) -> UUID | None:
-    """Lock the replica to be replaced and the slot's row, in order; return its id if it still serves."""
+    """Lock the replica that is replaced and the slot's row, in order; return its id if it still serves."""
     if replaced is None:
         return None
     rows = NodeModel.objects.filter(pk__in=[slot.id, replaced]).order_by("id").select_for_update(of=("self",))
@@ -304,9 +308,9 @@ def _lock_replaced_replica(slot: Slot, replaced: UUID | None) -> UUID | None:
 
 
 def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> Engine | None:
-    """End an attempt without a replica.
+    """End an attempt that has published no replica, and free its slot.
 
-    Return its engine if one may have been started; it must be stopped now.
+    Return the engine that must be stopped now, if one may have been started.
     """
     with committed("load.ended"):
         ended = _end_loads(_owned_rows(slot, attempt), now)
@@ -314,10 +318,11 @@ def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> Engine | None
 
 
 def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:
-    """End the loads of one model or all whose attempt no longer runs or is too old; return their rows.
+    """End loads whose attempt no longer runs or is too old; return their rows.
 
-    A killed attempt leaves its row, and so does an attempt whose reservation was committed after its
-    operation was cancelled. The controllers stop the engines that may exist.
+    Without `model_name` the loads of all models. A killed attempt leaves its row, and so does an attempt
+    whose reservation was committed after its operation was cancelled. The controllers stop the engines that
+    may exist.
     """
     rows = NodeModel.objects.all() if model_name is None else NodeModel.objects.of(model_name)
     abandoned = rows.filter(Q(deadline__lte=now) | ~Q(engines.has_running_attempt()))

@@ -20,10 +20,9 @@ class StatementRunner(Protocol):
 
 
 EXTRA_REPLICAS = 64
-"""Number of replicas of a model that are locked in addition to the number of requests. Before that, all
-replicas are compared without locks. Among the locked replicas the choice is exact, whatever other processes
-have counted meanwhile.
-"""
+"""How many replicas of a model are locked beyond the number of requests. Before that, all replicas are
+compared without locks. Among the locked replicas the choice is exact, whatever other processes have counted
+meanwhile."""
 
 ALLOWED = """(s.nodes IS NULL OR s.nodes ? r.node_id::text) AND (s.labels IS NULL OR NOT EXISTS (
                SELECT FROM jsonb_each(s.labels) AS wanted(key, value) WHERE NOT EXISTS (
@@ -31,7 +30,7 @@ ALLOWED = """(s.nodes IS NULL OR s.nodes ? r.node_id::text) AND (s.labels IS NUL
                     WHERE l.node_id = r.node_id AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value
                )
            ))"""
-"""SQL condition: picks of the scope `s` may get replica `r`, by their nodes and by the rule of the model."""
+"""SQL condition: a pick in scope `s` may use replica `r`, by the pick's nodes and the model's rule."""
 
 OWNERS = f"""owners AS MATERIALIZED (
     SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
@@ -65,7 +64,7 @@ ASKED = """asked AS MATERIALIZED (
             FROM model_scheduling_configs WHERE model_name = a.model OFFSET 0
       ) c ON true
 )"""
-"""The picks with a valid key or none, and their scopes with the rule of their model."""
+"""SQL part: the picks with a valid key or none, and their scopes with the rule of their model."""
 
 RELEASED = """released AS MATERIALIZED (
     SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'releases') AS g(id uuid, n int)
@@ -87,7 +86,7 @@ NEAREST = f"""nearest AS MATERIALIZED (
          WHERE node_id = a.node AND model_name = a.model AND replica_index = a.index OFFSET 0
     ) r WHERE a.node IS NOT NULL
 )"""
-"""The least busy replicas of each scope, and the replicas that picks prefer."""
+"""SQL part: the least busy replicas of each scope, and the replicas that picks prefer."""
 
 COUNTED = f"""locked AS MATERIALIZED (
     SELECT r.id, r.model_name, r.node_id, r.replica_index, r.in_flight, r.last_used, n.available_vram,
@@ -111,9 +110,8 @@ COUNTED = f"""locked AS MATERIALIZED (
       FROM counted r JOIN scopes s ON s.model = r.model_name
      WHERE r.serving AND {ALLOWED}
 )"""
-"""The replicas to choose from and to release, with the number of requests of this process on each; `choices`
-are the replicas of each scope.
-"""
+"""SQL part: the replicas to choose from and to release, with the number of requests of this process on each;
+`choices` are the replicas of each scope."""
 
 PLACES = """ranked AS (
     SELECT a.ask, a.n, r.*, (r.node_id = a.node AND r.replica_index = a.index) IS TRUE AS preferred,
@@ -135,7 +133,7 @@ PLACES = """ranked AS (
            ) AS place
       FROM ranked r CROSS JOIN LATERAL generate_series(0, r.n - r.rank) AS j
 )"""
-"""The replicas for the picks of each `ask`, distributed by R1.78."""
+"""SQL part: the replicas for the picks of each `ask`, distributed by R1.78."""
 
 PROMPTS = """prompts AS MATERIALIZED (
     SELECT a.ask, a.scope, a.n, r.id AS hot, r.load,
@@ -299,7 +297,8 @@ UPDATE web_processes
        hearing_since = CASE WHEN seen_at < %(gap)s::timestamptz THEN %(now)s ELSE hearing_since END
  WHERE id = %(process)s
 """
-"""Renew the presence of this process. After a gap longer than the allowed one, `hearing_since` restarts."""
+"""Statement that renews the presence of this process. After a gap longer than the allowed one,
+`hearing_since` restarts."""
 
 LOCK_USED = """
 SELECT r.id FROM node_models r
@@ -308,9 +307,8 @@ SELECT r.id FROM node_models r
    AND r.state IS NOT NULL
  ORDER BY r.id FOR UPDATE OF r
 """
-"""Lock all rows that `SETTLE` or `RELEASE_ALL` may change. It must be a separate statement before `SETTLE` or
-`RELEASE_ALL`, so that these see what other transactions committed while `LOCK_USED` waited.
-"""
+"""Statement that locks all rows which `SETTLE` or `RELEASE_ALL` may change. It must run before these, as a
+statement of its own, so that they see what other transactions committed while it waited."""
 
 SETTLE = """
 WITH mine AS MATERIALIZED (
@@ -329,9 +327,8 @@ UPDATE node_models r
        last_released_at = CASE WHEN m.after < m.before THEN %(now)s ELSE r.last_released_at END
   FROM mine m WHERE r.id = m.id
 """
-"""Set the counts of this process in the database to the counts in its memory; idempotent. Departed replicas,
-which have no state, are not counted.
-"""
+"""Statement that sets the counts of this process in the database to those in its memory; idempotent. Departed
+replicas, which have no state, are not counted."""
 
 RELEASE_ALL = """
 WITH gone AS (
@@ -353,9 +350,8 @@ WITH lost AS (
 )
 SELECT node_id, pg_notify(%(channel)s, node_id::text) FROM lost
 """
-"""Drain one replica (`terminations.lose`), if its row is still the row that was picked. Requests that run on
-it are still counted out.
-"""
+"""Statement that drains one replica (`terminations.lose`), if its row is still the row that was picked.
+Requests that run on it are still counted out."""
 
 DROP_DEAD_PROCESSES = """
 WITH dead AS (
@@ -377,9 +373,9 @@ WITH dead AS (
 )
 SELECT count(*) FROM dead
 """
-"""A process that uses a replica which is not `locked` has just picked this replica. The process is alive, and
-a lock on the replica now would violate the order of locks.
-"""
+"""Statement that deletes dead processes and subtracts their requests. A process that uses a replica which is
+not `locked` has just picked this replica: the process is alive, and a lock on the replica now would violate
+the order of locks."""
 
 LOCK_MISCOUNTED = """
 SELECT r.id FROM node_models r
@@ -388,9 +384,8 @@ SELECT r.id FROM node_models r
  WHERE r.in_flight <> COALESCE(u.held, 0)
  ORDER BY r.id FOR UPDATE OF r SKIP LOCKED
 """
-"""The statement skips a locked row: the holder of the lock is changing the count, and the next pass checks
-the row.
-"""
+"""Statement that locks replicas with a wrong count. It skips a locked row: the holder of the lock is changing
+the count, and the next pass checks the row."""
 
 RECOUNT = """
 UPDATE node_models r SET in_flight = s.held
@@ -398,6 +393,5 @@ UPDATE node_models r SET in_flight = s.held
           FROM node_models m WHERE m.id = ANY(%(ids)s)) s
  WHERE r.id = s.id AND r.in_flight <> s.held
 """
-"""A separate statement after `LOCK_MISCOUNTED`, so that it sees what other transactions committed before the
-rows were locked.
-"""
+"""Statement that corrects the counts of locked replicas. It runs after `LOCK_MISCOUNTED`, so that it sees
+what other transactions committed before the rows were locked."""

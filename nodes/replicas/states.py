@@ -18,29 +18,28 @@ from nodes.placement import load_times
 LOAD_LIMIT = timedelta(seconds=load_times.MAX_HOLD + load_times.MAX_LOAD)
 """Longest time from the reservation of a slot to the publication of the replica (C31, C28)."""
 UNANSWERED_START_LIMIT = timedelta(seconds=60)
-"""Time in which an unanswered start command may still reach its worker. During this time the worker's answer
-"no such process" does not prove the end of the engine.
-"""
+"""Time in which an unanswered start command may still reach its worker. Until then the worker's answer "no
+such process" does not prove the end of the engine."""
 UNCONFIRMED_STOP_LIMIT = timedelta(minutes=2)
-"""Time for which a stop may stay unconfirmed; after it, an operator sees an unload of the replica."""
+"""Time for which a stop may stay unconfirmed; then an operator sees an unload of the replica in the inbox."""
 DEPARTED_ENGINE_LIMIT = timedelta(days=7)
-"""Time after which the engine of a node that has left counts as ended."""
+"""Time after which the engine of a node that has left counts as ended without a confirmation."""
 
 OPERATION, INTENT, CONTROLLERS = OwnerKind.OPERATION, OwnerKind.INTENT, OwnerKind.CONTROLLERS
 REPORTED_STOP_REASONS = REASONS_BY_PHASE[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
-"""Reasons of stops without an operation that operators see if they stay unconfirmed."""
+"""Reasons of stops without an operation that are reported to operators if they stay unconfirmed."""
 
 
 @dataclass(frozen=True)
 class PhaseRules:
-    """The rules of one phase."""
+    """Who owns a replica in one phase, what its deadline does, and what ends the phase."""
 
     sentence: str
     owners: frozenset[OwnerKind]
     deadline: str
-    """The effect of the deadline; empty if the phase has none."""
+    """What happens at the deadline; empty if the phase has none."""
     ends: str
-    """The actor or event that ends the phase."""
+    """Who or what ends the phase."""
     reasons: frozenset[PhaseReason] = frozenset()
 
 
@@ -129,7 +128,7 @@ class ReplicaEvent(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaTransition:
-    """One row of the table. `follows` maps each phase in which the event is allowed to the next phase."""
+    """One event of the table. `follows` maps each phase in which the event is allowed to the next phase."""
 
     sentence: str
     follows: Mapping[Phase | None, Phase | None]
@@ -140,8 +139,8 @@ def _to(target: Phase | None, *sources: Phase | None) -> dict[Phase | None, Phas
 
 
 WITHOUT_ENGINE = (Phase.RESERVED, Phase.STAGING)
-"""Phases in which no engine process has been started."""
-_ENGINES = tuple(phase for phase in Phase if phase not in (*WITHOUT_ENGINE, Phase.DEPARTED))
+"""Phases before the start of an engine process."""
+_ENGINE_PHASES = tuple(phase for phase in Phase if phase not in (*WITHOUT_ENGINE, Phase.DEPARTED))
 
 TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
     ReplicaEvent.RESERVED: ReplicaTransition(
@@ -215,20 +214,20 @@ TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
     ReplicaEvent.NODE_LEFT: ReplicaTransition(
         "The node fell silent, was revoked or handed over, its worker left or its drain ended; or a"
         " registration does not say that the engine runs.",
-        {**_to(None, *WITHOUT_ENGINE), **_to(Phase.DEPARTED, *_ENGINES, Phase.DEPARTED)},
+        {**_to(None, *WITHOUT_ENGINE), **_to(Phase.DEPARTED, *_ENGINE_PHASES, Phase.DEPARTED)},
     ),
     ReplicaEvent.CONFIRMED: ReplicaTransition(
         "The engine does not run any more: its worker confirmed the stop, does not list the engine, has given"
         " its address to another one, or started anew.",
-        _to(None, *WITHOUT_ENGINE, *_ENGINES, Phase.DEPARTED),
+        _to(None, *WITHOUT_ENGINE, *_ENGINE_PHASES, Phase.DEPARTED),
     ),
     ReplicaEvent.NODE_FORGOTTEN: ReplicaTransition(
         "An admin removes the node, or it has been away for too long.",
-        _to(None, *WITHOUT_ENGINE, *_ENGINES, Phase.DEPARTED),
+        _to(None, *WITHOUT_ENGINE, *_ENGINE_PHASES, Phase.DEPARTED),
     ),
 }
 MOVES: Mapping[ReplicaEvent, Mapping[Phase, Phase]] = {
     event: {source: target for source, target in transition.follows.items() if source and target}
     for event, transition in TRANSITIONS.items()
 }
-"""By event: the allowed phases and the phase that follows each; without the phases that the event ends."""
+"""By event: the allowed phases, each with the phase that follows; without phases whose row the event ends."""

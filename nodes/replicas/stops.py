@@ -9,9 +9,9 @@ A worker without this command gets a stop of the key, and `models.running` repor
 is idempotent: after a lost or late reply, one more request finds that the engine has ended. Only a
 confirmation ends an engine, except at a stock worker, which cannot confirm the end.
 
-A drain is over when the node has no replicas and no engines of former replicas. From then on a controller
-stops the engines that the node's worker lists, until the list is empty. A result is written only while the
-same drain lasts: engines of a resumed node are not stopped.
+A drain of a node is over when the node has no replicas and no engines of former replicas. From then on a
+controller stops the engines that the node's worker lists, until the list is empty. A result is written only
+while the same drain lasts: engines of a resumed node are not stopped.
 """
 
 import asyncio
@@ -51,20 +51,20 @@ POLL_EVERY = 5.0
 """Seconds between two passes without a wake-up."""
 AT_ONCE = 16
 """Maximum number of engines, and of drained nodes, that one pass claims."""
-_GATHER = 1.0
+_GATHER_SECONDS = 1.0
 """Seconds for which wake-ups are collected into one pass: nodes change more often than drains end."""
-_POLL_AFTER_STOP = 1.0
+_POLL_AFTER_STOP_SECONDS = 1.0
 _PROBE_TIMEOUT = 1.0
 """Seconds for a probe of an engine's port (C4)."""
 
 StillDue = Callable[[], Awaitable[bool]]
-"""Returns True while the stop is still due; called before each command after the first."""
+"""Function that returns True while a stop is still due; it is called before each command after the first."""
 NO_CONFIRMATION = "termination not confirmed"
 
 
 @dataclass(frozen=True)
 class StopResult:
-    """The result of a stop. `gone`: the engine has certainly ended; otherwise `reason` states the problem.
+    """The result of a stop. `gone`: the engine has certainly ended; otherwise `reason` states why not.
 
     `silent`: the worker does not answer at all. `sent_at`: time of the stop that ended the engine; None if
     the engine may have ended before.
@@ -80,7 +80,7 @@ GONE = StopResult(True)
 
 
 async def stop_exactly(worker: Worker, process_key: str, address: str, is_still_due: StillDue) -> StopResult:
-    """Stop the engine at this address; an empty address is unknown."""
+    """Stop the engine with this key at this address; an empty address is unknown."""
     sent_at = clock.now()
     outcome = await worker.stop_model(process_key, address)
     if isinstance(outcome, Refused) and outcome.reply.matched and outcome.reply.address:
@@ -128,14 +128,14 @@ def _port(address: str) -> str:
 
 
 _MAX_ERROR_LENGTH = 240
-_MAX_PAUSE = 300.0
-_CLAIMED_FOR = timedelta(seconds=60)
-"""Duration of a claim; longer than one stop of an engine, or one check of a drained node."""
-_REACHABLE = ("healthy", "unhealthy", "draining")
+_MAX_PAUSE_SECONDS = 300.0
+_CLAIM_DURATION = timedelta(seconds=60)
+"""Duration of a claim: longer than one stop of an engine, or one check of a drained node."""
+_REACHABLE_STATUSES = ("healthy", "unhealthy", "draining")
 """Statuses of nodes to whose worker a stop can be sent."""
-_STOPPABLE = (Phase.STOPPING, Phase.DEPARTED)
+_STOPPABLE_PHASES = (Phase.STOPPING, Phase.DEPARTED)
 _REASONS_WITHOUT_UNLOAD = (PhaseReason.LOAD_FAILED, PhaseReason.NODE_LEFT)
-"""Reasons of engines that are no replicas, so no unload stops them."""
+"""Reasons of engines that are not replicas, so that no unload stops them."""
 
 
 def _is_drained(now: datetime) -> Q:
@@ -143,9 +143,9 @@ def _is_drained(now: datetime) -> Q:
 
 
 def claim_due(limit: int, *, now: datetime) -> list[Engine]:
-    """Claim engines whose stop is due and that no operation stops; return them."""
+    """Claim the engines whose stop is due, except those that an operation stops; return them."""
     is_lost = Q(phase=Phase.DRAINING, owner_kind=OwnerKind.CONTROLLERS)
-    is_departed = Q(phase=Phase.DEPARTED, node__status__in=_REACHABLE)
+    is_departed = Q(phase=Phase.DEPARTED, node__status__in=_REACHABLE_STATUSES)
     due = ((Q(phase=Phase.TERMINATING) | is_lost) & _is_drained(now)) | (
         (Q(phase=Phase.STOPPING) | is_departed) & (Q(next_stop_at__isnull=True) | Q(next_stop_at__lte=now))
     )
@@ -153,31 +153,32 @@ def claim_due(limit: int, *, now: datetime) -> list[Engine]:
     is_left = Q(reason__in=_REASONS_WITHOUT_UNLOAD) | drains.has_no_operation()
     rows = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
     claimed = claim_rows(
-        rows, limit=limit, **engines.CONTROLLER_OWNER_COLUMNS, claimed_until=now + _CLAIMED_FOR
+        rows, limit=limit, **engines.CONTROLLER_OWNER_COLUMNS, claimed_until=now + _CLAIM_DURATION
     )
     return [engines.engine_of(row) for row in claimed]
 
 
 def record_sent(engine: Engine, *, now: datetime) -> bool:
-    """Record that a stop is about to be sent; return False if the engine has ended, serves or has departed.
+    """Record that a stop is about to be sent; return False if it must not be sent.
 
-    The function also returns False if the replica has running requests again: the caller's check may be old.
+    That is so if the engine has ended, serves again, has departed, or has running requests: the caller's
+    check may be old.
     """
     first = now + states.UNCONFIRMED_STOP_LIMIT
-    deadline = Case(When(phase__in=_STOPPABLE, then=F("deadline")), default=Value(first))
+    deadline = Case(When(phase__in=_STOPPABLE_PHASES, then=F("deadline")), default=Value(first))
     seen = NodeModel.engines if engine.phase == Phase.DEPARTED else NodeModel.objects
-    rows = seen.filter(Q(phase__in=_STOPPABLE) | _is_drained(now), pk=engine.id)
+    rows = seen.filter(Q(phase__in=_STOPPABLE_PHASES) | _is_drained(now), pk=engine.id)
     attempts = F("stop_attempts") + 1
     return bool(engines.apply_event(rows, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
 
 
 def is_due(engine: Engine) -> bool:
-    """Return True while the end of the engine is not confirmed; until then no other engine has its slot."""
-    return NodeModel.engines.filter(pk=engine.id, phase__in=_STOPPABLE).exists()
+    """Return True while the end of the engine is unconfirmed; until then no other engine gets its slot."""
+    return NodeModel.engines.filter(pk=engine.id, phase__in=_STOPPABLE_PHASES).exists()
 
 
 async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | None:
-    """Send one stop; return None without a command if the engine has ended, departed or is used again."""
+    """Send one stop and return its result; return None if no stop must be sent (`record_sent`)."""
     if not await in_thread(record_sent, engine, now=clock.now()):
         return None
     worker = Worker(bus, str(engine.node_id), node_name)
@@ -188,10 +189,10 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
     """Store why the engine may still run, and the time of the next stop."""
     with transaction.atomic():
         rows = NodeModel.engines.filter(pk=engine.id)
-        row = rows.filter(phase__in=_STOPPABLE).select_for_update(of=("self",)).first()
+        row = rows.filter(phase__in=_STOPPABLE_PHASES).select_for_update(of=("self",)).first()
         if row is None:
             return
-        pause = backoff.delay(row.stop_attempts + 1, first=1.0, longest=_MAX_PAUSE)
+        pause = backoff.delay(row.stop_attempts + 1, first=1.0, longest=_MAX_PAUSE_SECONDS)
         engines.apply_event(
             rows,
             ReplicaEvent.STOP_FAILED,
@@ -203,26 +204,26 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
 
 
 class Stopper(PeriodicTask):
-    """Stops engines in a controller: after a change of nodes, and every `POLL_EVERY` seconds.
+    """Periodic task of a controller that stops engines: after each change of nodes, and regularly.
 
     Each stop is claimed, so that one controller at a time contacts a worker.
     """
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(
-            "stops", self._run_step, interval=POLL_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+            "stops", self._run_step, interval=POLL_EVERY, gather=_GATHER_SECONDS, retry_on=(DatabaseError,)
         )
         self._bus = bus
 
     async def _run_step(self) -> float | None:
         with passes.count_pass("stops"):
-            return _POLL_AFTER_STOP if await self.run_pass() else None
+            return _POLL_AFTER_STOP_SECONDS if await self.run_pass() else None
 
     async def run_pass(self) -> int:
-        """End abandoned loads, return abandoned replicas, and send the due stops; return the number of stops.
+        """End abandoned loads, return abandoned replicas to service, and send the due stops.
 
-        Without the bus no stop is sent, but abandoned replicas still return to the picks, because requests
-        reach engines without the bus.
+        Return the number of stops. Without the bus no stop is sent, but replicas still return to service,
+        because requests reach engines without the bus.
         """
         now = clock.now()
         for row in await in_thread(slots.end_abandoned_loads, now=now):
@@ -266,7 +267,7 @@ class Stopper(PeriodicTask):
         await in_thread(record_failure, engine, stopped.reason, now=clock.now())
 
     async def _answers(self, engine: Engine) -> bool:
-        """Return True if the engine serves its model: it was only unreachable when a request came."""
+        """Return True if the engine serves its model: then it was unreachable only when a request came."""
         proof = await in_thread(_bearer, engine.node_id)
         return proof is not None and await probe(engine.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
 
@@ -281,17 +282,18 @@ def _bearer(node_id: UUID) -> str | None:
     return None if node is None else dial_targets.bearer_token(*node)
 
 
-_ERROR_LENGTH = 255
+_MAX_STORED_ERROR_LENGTH = 255
 _MAX_STOPS = 256
 """Maximum number of engines of one node that one pass stops; the next pass stops the rest."""
 _STOPPING_POLL, _SILENT_POLL, _STOCK_POLL = 1.0, 10.0, 60.0
-"""Seconds until the next check of a node whose engines stop, whose worker is silent, or cannot list them."""
+"""Seconds until the next check of a drained node, by its state: engines stop, the worker is silent, or it
+cannot list engines."""
 NO_ENGINE_LIST_MESSAGE = "its worker cannot tell what runs there"
 
 
 @dataclass(frozen=True)
 class DrainedNode:
-    """A node without replicas, during one drain."""
+    """A drained node without replicas, in one of its drains."""
 
     id: UUID
     name: str
@@ -300,7 +302,7 @@ class DrainedNode:
 
 
 def claim_drained_nodes(limit: int, *, now: datetime) -> list[DrainedNode]:
-    """Claim drained nodes whose check is due; nodes that were drained earlier come first."""
+    """Claim the drained nodes whose check is due, beginning with the longest drained."""
     due = BackendNode.objects.filter(
         Q(engines_due_at__isnull=True) | Q(engines_due_at__lte=now),
         ~Exists(NodeModel.engines.filter(node=OuterRef("pk"))),
@@ -311,13 +313,13 @@ def claim_drained_nodes(limit: int, *, now: datetime) -> list[DrainedNode]:
     nodes = claim_rows(
         due.order_by("drained_at").only(*columns),
         limit=limit,
-        engines_due_at=now + _CLAIMED_FOR,
+        engines_due_at=now + _CLAIM_DURATION,
     )
     return [DrainedNode(*(getattr(node, column) for column in columns)) for node in nodes]
 
 
 def is_same_drain(node: DrainedNode) -> bool:
-    """Return True if the node is still in the same drain: engines of a resumed node must not be stopped."""
+    """Return True if this drain of the node still lasts: engines of a resumed node must not be stopped."""
     return _same_drain(node).exists()
 
 
@@ -333,7 +335,7 @@ def schedule_check(node: DrainedNode, error: str, *, due_at: datetime) -> None:
 
     `error` states why the engines on the node are unknown; it is empty while engines stop.
     """
-    error = names.to_single_line(error[:_ERROR_LENGTH])
+    error = names.to_single_line(error[:_MAX_STORED_ERROR_LENGTH])
     nodes = _same_drain(node)
     with transaction.atomic():
         if nodes.exclude(engines_error=error).update(engines_error=error):
@@ -346,7 +348,7 @@ def _same_drain(node: DrainedNode) -> BackendNodeQuerySet:
 
 
 async def stop_engines(bus: Bus, node: DrainedNode) -> None:
-    """Stop the engines on a claimed node; store the result and the time of the next check."""
+    """Stop the engines on a claimed drained node; store the result and the time of the next check."""
     if node.node_type == NodeType.AGENT:
         await in_thread(confirm_empty, node, now=clock.now())
         return
@@ -372,7 +374,7 @@ async def stop_engines(bus: Bus, node: DrainedNode) -> None:
 
 
 async def _stop_all(worker: Worker, models: tuple[messages.RunningModel, ...]) -> str:
-    """Send a stop for each engine; return the first error, empty if there is none."""
+    """Send a stop to each engine; return the first error, empty if there is none."""
     stops = [_stop_one(worker, model) for model in models]
     return next((error for error in await asyncio.gather(*stops) if error), "")
 
@@ -393,7 +395,7 @@ async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
 
 
 async def _without_engine_list(worker: Worker, node: DrainedNode, reason: str) -> tuple[str, float]:
-    """Return the error and the pause in seconds for a node whose worker does not answer `models.running`."""
+    """Return the error and the next check's delay in seconds if `models.running` gets no proper reply."""
     if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
         return reason, _SILENT_POLL
     if await in_thread(is_same_drain, node):

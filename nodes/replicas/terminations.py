@@ -20,13 +20,19 @@ from operations.changes import events
 
 
 def evict(ids: Collection[UUID], *, now: datetime, are_busy: bool = False) -> None:
-    """Terminate these locked replicas for a load that takes their memory. Their running requests may end."""
+    """Terminate these locked replicas for a load that takes their memory.
+
+    Their running requests may finish.
+    """
     deadline = _requests_end(now) if are_busy else now
     _terminate(ids, ReplicaEvent.EVICTED, PhaseReason.EVICTED, deadline=deadline, now=now)
 
 
 def replace(ids: Collection[UUID], *, now: datetime) -> None:
-    """Terminate these locked replicas of an earlier definition revision. Their running requests may end."""
+    """Terminate these locked replicas of an earlier definition revision.
+
+    Their running requests may finish.
+    """
     _terminate(ids, ReplicaEvent.REPLACED, PhaseReason.REPLACED, deadline=_requests_end(now), now=now)
 
 
@@ -35,7 +41,7 @@ def _requests_end(now: datetime) -> datetime:
 
 
 def lose_all(ids: Collection[UUID], *, now: datetime) -> None:
-    """Drain these locked replicas, which did not answer, without waiting for their requests."""
+    """Drain these locked replicas at once, because they did not answer."""
     _terminate(ids, ReplicaEvent.LOST, PhaseReason.LOST, deadline=now, now=now)
 
 
@@ -55,7 +61,7 @@ async def lose(
     *,
     reason: PhaseReason = PhaseReason.LOST,
 ) -> bool:
-    """Drain a replica that did not serve a request; return True if it was serving.
+    """Drain a replica that did not answer a request; return True if it was serving.
 
     Only the row that was picked changes. The function is for the hot path, which has no ORM.
     """
@@ -73,7 +79,7 @@ async def lose(
 
 
 def restore_lost(engine: Engine) -> bool:
-    """Return a lost replica whose engine answers to the picks, unless an operation owns it now."""
+    """Return a lost replica to service because its engine answers, unless an operation owns it now."""
     rows = NodeModel.objects.filter(
         pk=engine.id, reason=PhaseReason.LOST, owner_kind=OwnerKind.CONTROLLERS, stop_attempts=0
     )
@@ -85,7 +91,7 @@ def restore_lost(engine: Engine) -> bool:
 
 
 def overdue_stops(*, now: datetime) -> list[NodeModel]:
-    """Return replicas, with their nodes, whose stop has no operation and is unconfirmed past its deadline."""
+    """Return replicas, with their nodes, whose stop is unconfirmed past its deadline and has no operation."""
     rows = NodeModel.objects.filter(
         phase=Phase.STOPPING,
         owner_kind=OwnerKind.CONTROLLERS,
@@ -116,7 +122,7 @@ def has_other_replica(row: NodeModel) -> bool:
 
 
 def keeps_minimum(row: NodeModel) -> bool:
-    """Return True if the model has enough serving replicas for its rule without this locked one.
+    """Return True if the model has enough serving replicas for its rule without this locked replica.
 
     The function locks the rule. Evictions count replicas under the same lock, so an eviction and the caller
     never take the last replicas together.

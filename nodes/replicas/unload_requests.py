@@ -52,7 +52,7 @@ from operations.models import Operation, OperationTarget, TargetStatus
 
 log = logging.getLogger(__name__)
 
-_COLUMNS = ("id", "node_id", "node__name", "replica_index", "state")
+_REPLICA_COLUMNS = ("id", "node_id", "node__name", "replica_index", "state")
 
 
 def record_unload(
@@ -64,8 +64,8 @@ def record_unload(
     index: int | None,
     now: datetime,
 ) -> None:
-    """Record why all replicas, those of one node, or one replica are unloaded. Three statements."""
-    rows = NodeModel.objects.of(model_name).values_list(*_COLUMNS)
+    """Record why replicas of the model are unloaded: all, those of one node, or one. Three statements."""
+    rows = NodeModel.objects.of(model_name).values_list(*_REPLICA_COLUMNS)
     replicas = {row[0]: row[1:] for row in rows}
     of_operation = {
         "because": because,
@@ -84,7 +84,7 @@ def record_unload(
 
 
 def replay_unload(state: State, model_name: str, operation_id: UUID | None) -> str | None:
-    """Return the sentence of the record from its snapshot; None if the snapshot lacks the operation."""
+    """Return the sentence of an unload's record from its snapshot; None if the snapshot lacks it."""
     request = state.get(f"unload/{operation_id}")
     return _sentence(state.get(f"held/{model_name}", {}), request) if request else None
 
@@ -103,14 +103,14 @@ def _sentence(replicas: Mapping[Any, Any], request: Mapping[str, Any]) -> str:
 
 UNLOAD, DELETE = drains.UNLOAD, drains.DELETE
 MAX_GRACE = 3600
-"""Longest grace for running requests, in seconds."""
+"""Maximum grace for running requests, in seconds."""
 
 Targets = Sequence[tuple[UUID, str]]
 
 
 @dataclass(frozen=True)
 class UnloadRequest:
-    """A request for an unload or deletion, on one node or, without a node, in the whole cluster.
+    """A request to unload or delete a model, on one node or, without a node, in the whole cluster.
 
     `grace`: seconds that running requests have before their engine is stopped, None = the setting. `reason`
     is stored with the operation.
@@ -125,7 +125,7 @@ class UnloadRequest:
 
 
 def unload(request: UnloadRequest, *, now: datetime) -> Admission:
-    """Create the operation that unloads the model's replicas, or join the active one.
+    """Create the operation that unloads the model's replicas, or join the active operation.
 
     Raises NotFound without a replica, Conflict while the model is being loaded or deleted.
     """
@@ -146,7 +146,7 @@ def unload(request: UnloadRequest, *, now: datetime) -> Admission:
 def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
     """Unload the least recently used idle replica of the node (R2.55).
 
-    Raises NotFound if none is idle.
+    Raises NotFound if no replica is idle.
     """
     row = least_recently_used([node.id]).first()
     if row is None:
@@ -167,7 +167,7 @@ def least_recently_used(node_ids: Collection[UUID] = ()) -> NodeModelQuerySet:
 def delete(request: UnloadRequest, *, now: datetime) -> Admission:
     """Create the operation that unloads the model and deletes its files, on one or every approved node.
 
-    Raises NotFound if no node can have it, Conflict while it is being loaded or unloaded.
+    Raises NotFound if no node can have the model, Conflict while it is being loaded or unloaded.
     """
     if request.node is not None:
         _refuse_while_loading(request, request.node)
@@ -193,7 +193,7 @@ def _record(request: UnloadRequest, kind: str, operation: Operation, now: dateti
 
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:
-    """Return the load operation that has a slot for the model on the node; None if there is none."""
+    """Return the operation of a load that has a slot for the model on the node; None if there is none."""
     rows = NodeModel.objects.of(model).filter(node_id=node_id, state__in=BEING_LOADED)
     return rows.values_list("owner_id", flat=True).first()
 
@@ -250,7 +250,7 @@ def report_stuck(*, now: datetime) -> int:
     """Create an unload for each replica whose stop stays unconfirmed; return the number of unloads.
 
     Until then the stops of replicas without an operation are repeated without a report. The unload then owns
-    the row. If the unload fails too, it stays in the inbox with the reason, and controllers repeat the stops.
+    the row. If it fails too, it stays in the inbox with the reason, and controllers repeat the stops.
     """
     created = 0
     for row in terminations.overdue_stops(now=now):
@@ -270,7 +270,7 @@ def report_stuck(*, now: datetime) -> int:
 R = TypeVar("R")
 
 STOP_WITHIN = 45.0
-"""Seconds for which an unconfirmed command is repeated; a worker has 20 seconds for one stop."""
+"""Seconds for which a stop is repeated until it is confirmed; a worker has 20 seconds for one stop."""
 SILENT_FOR = RECONNECT_GRACE
 """Seconds without a listener on the bus after which a worker counts as unreachable."""
 REPEAT_SECONDS = 2.0
@@ -281,7 +281,7 @@ AT_ONCE = 64
 
 @dataclass(frozen=True)
 class UnloadTarget:
-    """A target of the operation: one node with the replicas to stop there."""
+    """A target of an unload: a node with its replicas to stop."""
 
     node_id: UUID
     name: str
@@ -290,7 +290,7 @@ class UnloadTarget:
     replicas: tuple[Engine, ...]
 
     def why_unreachable(self) -> str:
-        """Return the reason why no command can be sent to the node; empty if one can."""
+        """Why no command can be sent to the node; empty if one can."""
         if self.status is None:
             return "the node is no longer registered"
         return "the node is offline, so what runs there is not known" if self.status == "offline" else ""
@@ -298,7 +298,7 @@ class UnloadTarget:
 
 @dataclass
 class DrainWatch:
-    """Sets an event for each replica when it is idle or past its deadline; one query for all replicas."""
+    """Sets an event for each replica that is idle or past its deadline; one query for all replicas."""
 
     work: Work
     parts: Sequence[UnloadTarget]
@@ -326,13 +326,13 @@ class DrainWatch:
 
 
 class UnloadModel:
-    """Handler of `model_unload`; one instance serves all operations of its controller."""
+    """Handler of `model_unload`; one instance serves all unloads of its controller."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Run the targets that have not ended; raise CommandFailed if any target failed."""
+        """Run the targets that have not ended; raise CommandFailed if any of them failed."""
         parts = await in_thread(_drain_targets, work)
         drain_watch, bound = DrainWatch(work, parts), asyncio.Semaphore(AT_ONCE)
         await _run_all(
@@ -361,7 +361,7 @@ class UnloadModel:
         await in_thread(attempts.end_target, *work.attempt, part.node_id, status, problem, now=clock.now())
 
     async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
-        """Run further steps on the node after the stops; return the error, empty for success."""
+        """Do what is left on the node after the stops; return the error, empty for success."""
         return ""
 
     async def _unload(
@@ -391,7 +391,7 @@ class UnloadModel:
 
 
 class DeleteModel(UnloadModel):
-    """Handler of `model_delete`: unload the model and delete its files on nodes where it no longer runs."""
+    """Handler of `model_delete`: unloads the model, then deletes its files on nodes where it has ended."""
 
     async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
         model = work.operation.element
@@ -419,7 +419,7 @@ class DeleteModel(UnloadModel):
 
 
 def forget_staged_files(node_id: UUID, model_name: str) -> None:
-    """Delete the record of the model's files, which were deleted on the node."""
+    """Delete the stored number of bytes of the model's files, because they were deleted on the node."""
     with committed("unload.files"):
         BroughtModel.objects.filter(node_id=node_id, model_name=model_name).delete()
 
@@ -438,7 +438,7 @@ async def _until_confirmed(command: Callable[[], Awaitable[StopResult | None]]) 
 
 
 def _drain_targets(work: Work) -> list[UnloadTarget]:
-    """Drain the replicas; return the targets that have not ended yet.
+    """Drain the replicas of all targets; return the targets that have not ended yet.
 
     Raises LeaseLost before any write if another attempt owns the operation.
     """
@@ -472,7 +472,7 @@ def _targets(work: Work) -> list[OperationTarget]:
 
 
 def _reason_not_stopped(part: UnloadTarget, replica: Engine) -> str:
-    """Return why no stop was sent: the replica is in use again, or its row was deleted with the node."""
+    """Return why no stop was sent: the replica is in use again, or its row was removed with the node."""
     if drains.is_in_use(replica):
         return f"{replica.process_key} is in use again: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()

@@ -21,24 +21,24 @@ from nodes.scheduling.snapshot import (
     Unsatisfiable,
 )
 
-_WRITTEN = [
+_RESULT_COLUMNS = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "checked_at",
     "unsatisfiable_until", "unsatisfiable_ticks", "pressure_ended_at",
 ]  # fmt: skip
 
 
-_SCALES = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
+_SETS_NUMBER_FILTER = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
 
 
 def read_desired_states() -> list[DesiredState]:
-    """Return the rules that set a number of replicas (R1.86); one query."""
-    return _desired_states(ModelSchedulingConfig.objects.filter(_SCALES))
+    """Return the desired states of all rules that set a number of replicas (R1.86); one query."""
+    return _desired_states(ModelSchedulingConfig.objects.filter(_SETS_NUMBER_FILTER))
 
 
 def read_desired_states_of(model_names: Collection[str]) -> list[DesiredState]:
-    """Return the desired states of these models, whose rule sets no number or does not exist; one query."""
+    """Return desired states of these models, whose rules set no number or do not exist; one query."""
     desired_states = _desired_states(
-        ModelSchedulingConfig.objects.filter(~_SCALES, model_name__in=model_names)
+        ModelSchedulingConfig.objects.filter(~_SETS_NUMBER_FILTER, model_name__in=model_names)
     )
     models = {desired_state.model for desired_state in desired_states}
     return [*desired_states, *(DesiredState(name, {}) for name in sorted({*model_names} - models))]
@@ -65,7 +65,7 @@ def _desired_states(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState
 def write_results(
     decisions: Iterable[RuleDecision], about: Mapping[str, DesiredState], now: datetime
 ) -> None:
-    """Write the decisions for the rules in `about`; two statements for any number of decisions."""
+    """Store the decisions in those rules of `about` that were not changed since; two statements."""
     decision_by_model = {decision.model: decision for decision in decisions}
     with transaction.atomic():
         # In the order of `cooldowns`, against deadlocks.
@@ -73,11 +73,11 @@ def write_results(
         locked = rows.select_for_update()
         unchanged = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
         for row in unchanged:
-            _write(row, decision_by_model[row.model_name], now)
-        update_rows(unchanged, _WRITTEN)
+            _apply_result(row, decision_by_model[row.model_name], now)
+        update_rows(unchanged, _RESULT_COLUMNS)
 
 
-def _write(row: ModelSchedulingConfig, decision: RuleDecision, now: datetime) -> None:
+def _apply_result(row: ModelSchedulingConfig, decision: RuleDecision, now: datetime) -> None:
     row.wanted_replicas, row.current_replicas = decision.wanted, decision.current
     row.loading_replicas, row.checked_at = decision.loading, now
     row.reason = decision.reason or row.reason
@@ -94,7 +94,10 @@ def _write(row: ModelSchedulingConfig, decision: RuleDecision, now: datetime) ->
 
 
 def clear_cooldowns(now: datetime) -> None:
-    """Clear the flags of all rules. The rows are locked in a fixed order, which prevents deadlocks."""
+    """Clear the cooldown flags of all rules.
+
+    The rows are locked in a fixed order, which prevents deadlocks.
+    """
     waiting = Q(unsatisfiable_until__isnull=False) | Q(unsatisfiable_ticks__gt=0)
     flagged = ModelSchedulingConfig.objects.filter(waiting).order_by("model_name").select_for_update()
     if ids := list(flagged.values_list("pk", flat=True)):

@@ -22,7 +22,7 @@ from uuid import UUID
 
 from localai_cluster.kit.quantities import counted
 from nodes.scheduling.snapshot import (
-    LOADING,
+    LOADING_STATES,
     Action,
     ClearUnsatisfiable,
     DesiredState,
@@ -40,13 +40,13 @@ from nodes.scheduling.snapshot import (
 )
 
 RETIRE_IDLE_AFTER = timedelta(minutes=5)
-"""Idle time after which a replica may be retired (C2)."""
-MAX_TICKS = 3
-"""Passes without success before the rule enters a cooldown (C9)."""
-COOLDOWN = timedelta(minutes=5)
+"""Time without requests after which a surplus replica may be retired (C2)."""
+MAX_FAILED_TICKS = 3
+"""Unsuccessful ticks after which a rule enters a cooldown (C9)."""
+COOLDOWN_DURATION = timedelta(minutes=5)
 """Duration of a rule's cooldown (C10)."""
 REPLACEMENT_DIVISOR = 4
-"""Divisor of the serving replicas: at most this part of them is replaced at a time, and at least one."""
+"""At most one in this many serving replicas is replaced at a time, but at least one replica."""
 _MAX_NAMED_NODES = 5
 """Maximum number of nodes that a reason names."""
 
@@ -67,7 +67,7 @@ def plan(fleet: Fleet, rules: Iterable[DesiredState], now: datetime, *, tick: bo
         if key not in eligible:
             eligible[key] = _match_nodes(fleet.hosts, rule.selector)
         model_rows = rows[rule.model]
-        loads_with_slot = sum(row.state in LOADING for row in model_rows)
+        loads_with_slot = sum(row.state in LOADING_STATES for row in model_rows)
         failure = fleet.failures.get(rule.model)
         fresh = failure is not None and rule.looked_at is not None and failure.at > rule.looked_at
         context = RuleContext(
@@ -110,7 +110,7 @@ def _decide(context: RuleContext, now: datetime, *, tick: bool) -> RuleDecision:
     if rule.until is not None and rule.until > now:
         return _replace_lost(context) or context.decision("")  # R4.8
     if rule.spread and not context.eligible:
-        return context.decision(_problem(context))  # R4.7
+        return context.decision(_reason_against_load(context))  # R4.7
     if missing := _missing_count(context):
         return _load_missing(context, missing, now, tick=tick)
     met = bool(rule.ticks or rule.until) and len(context.eligible_serving) >= context.required
@@ -126,14 +126,14 @@ def _decide(context: RuleContext, now: datetime, *, tick: bool) -> RuleDecision:
 def _add_replacements(
     context: RuleContext, decision: RuleDecision, now: datetime, *, tick: bool
 ) -> RuleDecision:
-    """Add replacements for a former definition to a decision that loads and retires nothing.
+    """Add replacements of outdated replicas to a decision that loads and retires nothing.
 
     A cooldown does not prevent replacements, because it concerns only the number of replicas. After a failed
     load, replacements pause for as long as a cooldown.
     """
     if any(isinstance(action, LoadReplica | RetireReplica) for action in decision.actions):
         return decision
-    is_paused = context.failed_at is not None and context.failed_at > now - COOLDOWN
+    is_paused = context.failed_at is not None and context.failed_at > now - COOLDOWN_DURATION
     replacements = _evictions(context) or (_successors(context) if tick and not is_paused else [])
     if not replacements:
         return decision
@@ -150,20 +150,23 @@ def _missing_count(context: RuleContext) -> int:
 
 
 def _empty_nodes(context: RuleContext) -> list[FleetNode]:
-    """Return the nodes of a spread model that have neither a pinned load nor a staying replica."""
+    """Return the nodes where a rule with one replica per node still needs a load.
+
+    Such a node has neither a load that is restricted to it nor a replica that stays.
+    """
     occupied_ids = {row.node_id for row in context.rows if row.state != "unloading"} | context.pinned
     return [host for host in context.eligible if host.id not in occupied_ids]
 
 
 def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bool) -> RuleDecision:
-    """Load the missing replicas as far as slots are free; otherwise give the reason (R4.10)."""
+    """Load the missing replicas for which slots are free; if there are none, state the reason (R4.10)."""
     rule = context.rule
-    if problem := _problem(context):
+    if problem := _reason_against_load(context):
         # A slot that is being freed is no problem, and a definition may be written at any moment.
         if not tick or (context.eligible and context.defined and context.is_freeing_slot):
             return context.decision(problem)
         return _report_unsatisfiable(context, problem, now, pause=context.defined)
-    if context.failure and rule.ticks + 1 >= MAX_TICKS:
+    if context.failure and rule.ticks + 1 >= MAX_FAILED_TICKS:
         return _report_unsatisfiable(context, _load_failure_text(context), now)
     loads = _plan_loads(context, missing)
     if context.failure:
@@ -175,10 +178,10 @@ def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bo
 
 
 def _replace_lost(context: RuleContext) -> RuleDecision | None:
-    """Replace replicas that were lost since the last pass, even in a cooldown, because they are known to fit.
+    """Load a replica for each one that was lost since the last pass, even in a cooldown.
 
-    It suffices that a slot is being freed: the load waits for the slot, and the next pass would not notice
-    the loss.
+    They are known to fit. It suffices that a slot is being freed: the load waits for the slot, and the next
+    pass would not notice the loss.
     """
     lost = min(_missing_count(context), context.rule.seen - len(context.serving))
     if lost <= 0 or not (context.free_slots > 0 or context.is_freeing_slot) or not context.defined:
@@ -192,7 +195,7 @@ def _replace_lost(context: RuleContext) -> RuleDecision | None:
 
 
 def _plan_loads(context: RuleContext, missing: int) -> list[LoadReplica]:
-    """Return as many loads as slots are free; for a spread model, one load for each of its nodes."""
+    """Return as many loads as slots are free; for a rule with one replica per node, a load for each node."""
     model = context.rule.model
     if context.rule.spread:
         empty_nodes = [host for host in _empty_nodes(context) if context.free_slots_of(host)]
@@ -208,8 +211,8 @@ def _plan_loads(context: RuleContext, missing: int) -> list[LoadReplica]:
     return [LoadReplica(model, context.allowed_nodes, reason)] * count
 
 
-def _problem(context: RuleContext) -> str:
-    """Return the reason why no replica can be loaded; empty if one can."""
+def _reason_against_load(context: RuleContext) -> str:
+    """Return the reason why no replica can be loaded now; empty if one can."""
     if not context.defined:
         return _undefined_model_text(context)
     if not context.eligible:
@@ -235,7 +238,7 @@ def _report_unsatisfiable(
 ) -> RuleDecision:
     """Count one more unsuccessful tick, and start a cooldown after enough of them (R4.23)."""
     ticks = context.rule.ticks + 1
-    until = now + COOLDOWN if pause and ticks >= MAX_TICKS else None
+    until = now + COOLDOWN_DURATION if pause and ticks >= MAX_FAILED_TICKS else None
     if until is not None:
         reason = f"{reason}; nothing is tried until {until:%H:%M:%S} UTC"
     return context.decision(reason, Unsatisfiable(context.rule.model, ticks, until, reason))
@@ -281,13 +284,13 @@ def _scale_down_actions(context: RuleContext, now: datetime) -> list[Action]:
     """Retire idle replicas beyond the minimum, first those on nodes outside the selector (R4.17, R4.18).
 
     No replica is retired during a load or under pressure: otherwise one pass would load a replica that the
-    next pass retires, or the reverse. A waiting load does not count, because it may wait for the memory of
+    next pass retires, or the reverse. A load that waits does not count, because it may wait for the memory of
     exactly these replicas.
     """
     if context.loads > context.waiting or context.pressure:
         return []
     eligible_ids = {row.id for row in context.eligible_serving}
-    protected_ids = {row.id for row in _first_of_each_node(context)} if context.rule.spread else set()
+    protected_ids = {row.id for row in _one_per_node(context)} if context.rule.spread else set()
     idle = [row for row in context.serving if not row.in_flight and now - row.idle_since > RETIRE_IDLE_AFTER]
     idle = [row for row in idle if row.id not in protected_ids]
     idle.sort(key=lambda row: (row.id in eligible_ids, -row.index, row.idle_since, row.id))
@@ -305,8 +308,8 @@ def _scale_down_actions(context: RuleContext, now: datetime) -> list[Action]:
     return [_retire(context, row, now) for row in victims]
 
 
-def _first_of_each_node(context: RuleContext) -> Iterable[FleetReplica]:
-    """Return the replicas that a spread model keeps."""
+def _one_per_node(context: RuleContext) -> Iterable[FleetReplica]:
+    """Return the replicas that a rule with one replica per node keeps."""
     first_by_node: dict[UUID, FleetReplica] = {}
     for row in context.eligible_serving:
         first_by_node.setdefault(row.node_id, row)
@@ -314,7 +317,7 @@ def _first_of_each_node(context: RuleContext) -> Iterable[FleetReplica]:
 
 
 def _would_burst(context: RuleContext, victims: Sequence[FleetReplica]) -> bool:
-    """Return True if all remaining replicas would be busy: the next tick would load one again."""
+    """Return True if all replicas but the victims are busy: the next tick would load a replica again."""
     victim_ids = {row.id for row in victims}
     remaining = [row for row in context.serving if row.id not in victim_ids]
     below = context.rule.maximum == 0 or len(remaining) < context.rule.maximum
@@ -324,12 +327,14 @@ def _would_burst(context: RuleContext, victims: Sequence[FleetReplica]) -> bool:
 def _retire(context: RuleContext, row: FleetReplica, now: datetime) -> RetireReplica:
     minutes = int((now - row.idle_since).total_seconds() // 60)
     floor = max(context.required, 1)
-    reason = f"{_label(context, row)} idle for {minutes} min and more than {floor} there: it is retired"
+    reason = (
+        f"{_replica_label(context, row)} idle for {minutes} min and more than {floor} there: it is retired"
+    )
     return RetireReplica(context.rule.model, row.id, reason)
 
 
 def _steady_reason(context: RuleContext) -> str:
-    """Return the text that says why the rule needs no action."""
+    """Return the sentence that says why the rule needs no action."""
     if not context.defined:
         return _undefined_model_text(context)
     if context.failure:
@@ -337,7 +342,7 @@ def _steady_reason(context: RuleContext) -> str:
     if context.loads:
         return f"{context.loads} loading"
     if not context.eligible:
-        return _problem(context)
+        return _reason_against_load(context)
     return f"satisfied: {len(context.serving)} there"
 
 
@@ -350,26 +355,28 @@ def _load_failure_text(context: RuleContext) -> str:
 
 
 def _former_replicas(context: RuleContext) -> list[FleetReplica]:
-    """Return the replicas that were loaded with a former definition, the longest idle replica first."""
+    """Return the replicas of a former definition (outdated replicas), the longest idle replica first."""
     revision = context.revision
     former = (row for row in context.eligible_serving if revision and row.revision not in ("", revision))
     return sorted(former, key=lambda row: (row.in_flight, row.idle_since, row.id))
 
 
 def _evictions(context: RuleContext) -> list[EvictReplica | LoadReplica]:
-    """Return the eviction of a replica whose successor has reported that it does not fit beside it."""
+    """Return the eviction of an outdated replica whose successor does not fit beside it, if one may start."""
     if any(row.state == "unloading" for row in context.rows):
         return []
     has_others = len(context.eligible_serving) > 1
     for row in _former_replicas(context):
         if context.replacing.get(row.id) and (has_others or not row.in_flight):
-            reason = f"{_label(context, row)} goes before its successor, which finds no room beside it"
+            reason = (
+                f"{_replica_label(context, row)} goes before its successor, which finds no room beside it"
+            )
             return [EvictReplica(context.rule.model, row.id, reason)]
     return []
 
 
 def _successors(context: RuleContext) -> list[EvictReplica | LoadReplica]:
-    """Return the loads that replace the next replicas of a former definition."""
+    """Return the loads that replace the next outdated replicas."""
     former = _former_replicas(context)
     under_way = sum(row.id in context.replacing for row in former)
     waiting = [row for row in former if row.id not in context.replacing]
@@ -381,7 +388,7 @@ def _successors(context: RuleContext) -> list[EvictReplica | LoadReplica]:
         LoadReplica(
             model,
             frozenset({row.node_id}) if is_spread else None,
-            f"{edited}, {_label(context, row)} is replaced",
+            f"{edited}, {_replica_label(context, row)} is replaced",
             pinned=is_spread,
             replaces=row.id,
         )
@@ -389,6 +396,6 @@ def _successors(context: RuleContext) -> list[EvictReplica | LoadReplica]:
     ]
 
 
-def _label(context: RuleContext, row: FleetReplica) -> str:
-    """Return the text for the replica, with its node: on nodes with one slot every index is 0."""
+def _replica_label(context: RuleContext, row: FleetReplica) -> str:
+    """Return the name of the replica in sentences, with its node: on nodes with one slot every index is 0."""
     return f"replica {row.index} on {context.hosts[row.node_id].name}"

@@ -10,12 +10,12 @@ from datetime import datetime, timedelta
 
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 
-WINDOW = timedelta(minutes=1)
-"""Time for which a request counts (C44)."""
-MAX_AHEAD = timedelta(seconds=10)
-"""Maximum lead of a process's clock over the reader's clock; later times are ignored."""
+PRESSURE_WINDOW = timedelta(minutes=1)
+"""Age up to which a request counts as pressure (C44)."""
+MAX_CLOCK_LEAD = timedelta(seconds=10)
+"""Maximum time by which another process's clock may be ahead; times beyond it are ignored."""
 
-REPORT_PRESSURE = """
+REPORT_PRESSURE_SQL = """
 WITH old AS (
     DELETE FROM prefix_pressures WHERE id IN (
         SELECT id FROM prefix_pressures
@@ -27,12 +27,15 @@ SELECT %(process)s, report.key, report.value, %(now)s FROM jsonb_each(%(times)s)
     ON CONFLICT (model_name, process_id) DO UPDATE
        SET times = EXCLUDED.times, reported_at = EXCLUDED.reported_at
 """
-"""Statement that writes the report of a process. `times` maps each model to all counted times."""
+"""Statement that stores the report of a process. Its parameter `times` maps each model to all counted
+times."""
 
 
 def pressure_by_model(models: Collection[str], now: datetime) -> dict[str, int]:
-    """Return the number of counted requests by model, without zeros (R3.19); two queries."""
-    reports = PrefixPressure.objects.filter(model_name__in=models, reported_at__gte=now - WINDOW - MAX_AHEAD)
+    """Return the number of requests that count as pressure, by model without zeros (R3.19); two queries."""
+    reports = PrefixPressure.objects.filter(
+        model_name__in=models, reported_at__gte=now - PRESSURE_WINDOW - MAX_CLOCK_LEAD
+    )
     rows = list(reports.values_list("model_name", "times"))
     if not rows:
         return {}
@@ -43,7 +46,7 @@ def pressure_by_model(models: Collection[str], now: datetime) -> dict[str, int]:
 def count_pressure(
     rows: Iterable[tuple[str, list[str]]], ended: Mapping[str, datetime | None], now: datetime
 ) -> dict[str, int]:
-    """Count the requests of these rows by model; pure."""
+    """Count the reported requests of each model that count as pressure at `now`; pure."""
     totals: dict[str, int] = {}
     for model, times in rows:
         ended_at = ended.get(model)
@@ -54,4 +57,4 @@ def count_pressure(
 
 
 def _is_counted(at: datetime, ended_at: datetime | None, now: datetime) -> bool:
-    return now - WINDOW <= at <= now + MAX_AHEAD and (ended_at is None or at > ended_at)
+    return now - PRESSURE_WINDOW <= at <= now + MAX_CLOCK_LEAD and (ended_at is None or at > ended_at)

@@ -21,12 +21,12 @@ from nodes.models import RoutePolicy, scheduling
 MAX_MODEL_LENGTH = 255
 MAX_REPLICAS = 100_000
 MAX_THRESHOLD = 1_000_000
-POLICIES = ("", *RoutePolicy.values)
+ROUTE_POLICIES = ("", *RoutePolicy.values)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The desired state of one model; None in one of the last four fields keeps the stored value (R4.49)."""
+    """The desired state of one model. None in a routing field keeps the stored value (R4.49)."""
 
     model_name: str
     node_selector: Mapping[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Rule:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the values of the columns that the rule sets, without the model's name."""
+        """Return the columns that the rule sets, with their values and without the model's name."""
         values = {
             column.name: getattr(self, column.name) for column in fields(self) if column.name != "model_name"
         }
@@ -65,13 +65,13 @@ def check_rule(rule: Rule) -> None:
     scheduling.check_selector(rule.node_selector)
     _check_name(rule.model_name)
     if rule.spread_all and (rule.min_replicas or rule.max_replicas):
-        _refuse("spread_all", "and min_replicas/max_replicas are mutually exclusive")
+        _raise_invalid("spread_all", "and min_replicas/max_replicas are mutually exclusive")
     _check_range("min_replicas", rule.min_replicas, 0, MAX_REPLICAS)
     _check_range("max_replicas", rule.max_replicas, 0, MAX_REPLICAS)
     if 0 < rule.max_replicas < rule.min_replicas:
-        _refuse("min_replicas", "must be <= max_replicas (a max_replicas of 0 means no limit)")
-    if (rule.route_policy or "") not in POLICIES:
-        _refuse("route_policy", f"must be empty or one of {', '.join(RoutePolicy.values)}")
+        _raise_invalid("min_replicas", "must be <= max_replicas (a max_replicas of 0 means no limit)")
+    if (rule.route_policy or "") not in ROUTE_POLICIES:
+        _raise_invalid("route_policy", f"must be empty or one of {', '.join(RoutePolicy.values)}")
     _check_range("min_prefix_match", rule.min_prefix_match, 0, 1)
     _check_range("balance_abs_threshold", rule.balance_abs_threshold, 0, MAX_THRESHOLD)
     if rule.balance_rel_threshold != 0:
@@ -82,19 +82,19 @@ def _check_name(name: str) -> None:
     if not name.strip():
         raise errors.InvalidInput("model_name is required", field="model_name")
     if name != name.strip():
-        _refuse("model_name", "must not begin or end with a blank")
+        _raise_invalid("model_name", "must not begin or end with a blank")
     if len(name) > MAX_MODEL_LENGTH:
-        _refuse("model_name", f"exceeds {MAX_MODEL_LENGTH} characters")
+        _raise_invalid("model_name", f"exceeds {MAX_MODEL_LENGTH} characters")
     names.check_text(name, "model_name")
 
 
 def _check_range(name: str, value: float | None, least: int, most: int, alternative: str = "") -> None:
     # NaN compares false with everything.
     if value is not None and not least <= value <= most:
-        _refuse(name, f"must be {alternative}from {least} to {most}")
+        _raise_invalid(name, f"must be {alternative}from {least} to {most}")
 
 
-def _refuse(name: str, complaint: str) -> None:
+def _raise_invalid(name: str, complaint: str) -> None:
     raise errors.InvalidInput(f"{name} {complaint}", field=name)
 
 
@@ -103,11 +103,11 @@ INLINE_SETTING = "LOCALAI_MODEL_SCHEDULING"
 FILE_SETTING = "LOCALAI_MODEL_SCHEDULING_CONFIG"
 """Setting with the path of a YAML file of rules."""
 MAX_NUMBER = 1024 * 1024
-_REMEDY = "Correct it there; docs/configuration.md lists the fields of a rule."
+_REMEDY_SENTENCE = "Correct it there; docs/configuration.md lists the fields of a rule."
 
 
 class BootRule(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry of the list. A null field means the same as an omitted field."""
+    """One entry of the rules in the settings. A null field means the same as an omitted field."""
 
     model_name: str | None = None
     node_selector: dict[str, str] | None = None
@@ -122,7 +122,10 @@ class BootRule(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def rules_from_settings(environment: Environment) -> list[Rule]:
-    """Return the rules of both settings, inline rules first. Wrong entries become problems."""
+    """Return the rules of both settings, inline rules first.
+
+    A wrong entry becomes a problem of `environment`.
+    """
     text, path = environment.text(INLINE_SETTING), environment.text(FILE_SETTING)
     inline_rules = (
         list(_parse_rules(environment, INLINE_SETTING, lambda: _parse_inline(text))) if text.strip() else []
@@ -168,7 +171,9 @@ def _parse_rules(environment: Environment, setting: str, document: Callable[[], 
         try:
             yield parse_rule(entry)
         except errors.InvalidInput as error:
-            environment.refuse(setting, f"entry {number}{_entry_label(entry)}: {error.message}", _REMEDY)
+            environment.refuse(
+                setting, f"entry {number}{_entry_label(entry)}: {error.message}", _REMEDY_SENTENCE
+            )
 
 
 def _entry_label(entry: Any) -> str:
@@ -177,7 +182,7 @@ def _entry_label(entry: Any) -> str:
 
 
 def parse_rule(entry: Any) -> Rule:
-    """Convert an entry to a rule with every field, because it replaces the stored rule (R4.48).
+    """Convert an entry of the settings to a rule that replaces the stored rule entirely (R4.48).
 
     Raises InvalidInput with the field.
     """

@@ -10,21 +10,24 @@ from uuid import UUID
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The parts of a rule that the pass uses."""
+    """The part of a rule that the replica pass uses."""
 
     model: str
     selector: Mapping[str, str] | None
-    """None if the stored selector cannot be read; it matches nothing (R1.69)."""
+    """Labels that a node must have. None if the stored one cannot be read; it matches nothing (R1.69)."""
     minimum: int = 0
     maximum: int = 0
     """Maximum number of replicas; 0 = no limit."""
     spread: bool = False
+    """True if the rule wants one replica on every matching node."""
     ticks: int = 0
+    """Number of consecutive unsuccessful ticks."""
     until: datetime | None = None
+    """End of the cooldown; None if there is none."""
     looked_at: datetime | None = None
     """Time of the last pass that checked the rule."""
     seen: int = 0
-    """Number of replicas that served at the last pass."""
+    """Number of replicas that served when the last pass checked the rule."""
     changed_at: datetime | None = None
     """Time of the last change of the rule or its flags. The result of a pass belongs to this version."""
 
@@ -63,7 +66,7 @@ class FleetReplica:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed load that was neither dismissed nor repeated."""
+    """A failed load that nobody has dismissed or repeated."""
 
     at: datetime
     error: str
@@ -74,22 +77,23 @@ class Fleet:
     """The cluster state that the rules are planned against."""
 
     hosts: Sequence[FleetNode] = ()
+    """All healthy backend nodes."""
     replicas: Sequence[FleetReplica] = ()
     loads: Mapping[str, int] = field(default_factory=dict)
     """Number of running loads by model, with or without a slot."""
     pinned: Mapping[str, frozenset[UUID]] = field(default_factory=dict)
-    """By model, the nodes to which a running load is restricted."""
+    """By model: the nodes that running loads are restricted to."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     defined: frozenset[str] | None = None
     """Models that have a definition; None if the definitions are unknown now."""
     revisions: Mapping[str, str] = field(default_factory=dict)
     """Current revision of each model's definition."""
     replacing: Mapping[UUID, bool] = field(default_factory=dict)
-    """Replicas that a running load will replace; True if the load needs the memory that they occupy."""
+    """By replica that a running load will replace: True if the load needs the memory that the replica
+    occupies."""
     pressed: Mapping[str, int] = field(default_factory=dict)
-    """Requests within the last minute that were not sent to the replica that caches their prompt, by model;
-    only models under enough pressure (R4.13).
-    """
+    """By model: requests within the last minute that were not sent to the replica that caches their prompt.
+    Only models with enough of them are in it (R4.13)."""
     waiting: Mapping[str, int] = field(default_factory=dict)
     """By model, the number of loads that wait, for example for memory."""
 
@@ -104,7 +108,7 @@ class LoadReplica:
     pinned: bool = False
     """True if `allowed_nodes` is final; otherwise placement also applies the rule's current selector."""
     replaces: UUID | None = None
-    """The replica that terminates as soon as the loaded replica serves."""
+    """The replica that terminates as soon as the new replica serves."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class EvictReplica:
 
 @dataclass(frozen=True)
 class Unsatisfiable:
-    """Report that the rule cannot be satisfied, with the ticks and the end of the cooldown (R4.23)."""
+    """Record that the rule cannot be satisfied: the unsuccessful ticks, and the end of a cooldown (R4.23)."""
 
     model: str
     ticks: int
@@ -137,14 +141,14 @@ class Unsatisfiable:
 
 @dataclass(frozen=True)
 class ClearUnsatisfiable:
-    """Clear the number of ticks and the cooldown of a rule that can be satisfied again."""
+    """Clear the unsuccessful ticks and the cooldown of a rule that can be satisfied again."""
 
     model: str
 
 
 @dataclass(frozen=True)
 class EndPressure:
-    """End the pressure reported so far, because one more replica was loaded for it."""
+    """Stop counting the pressure reported so far, because one more replica was loaded for it."""
 
     model: str
 
@@ -165,7 +169,7 @@ class RuleDecision:
     actions: tuple[Action, ...] = ()
 
 
-LOADING = ("loading", "staging")
+LOADING_STATES = ("loading", "staging")
 
 
 class EligibleNodes(tuple[FleetNode, ...]):
@@ -192,7 +196,7 @@ class EligibleNodes(tuple[FleetNode, ...]):
 
 @dataclass(frozen=True)
 class RuleContext:
-    """One rule and the part of the fleet that concerns it."""
+    """One rule with the part of the fleet that it concerns."""
 
     rule: DesiredState
     eligible: EligibleNodes
@@ -201,24 +205,27 @@ class RuleContext:
     rows: Sequence[FleetReplica]
     """All replicas of the model."""
     serving: Sequence[FleetReplica]
-    """The replicas that are loaded on healthy nodes."""
+    """The replicas of the model that are loaded on healthy nodes."""
     loads: int
+    """Number of running loads, with or without a slot."""
     loads_with_slot: int
+    """Number of running loads that have reserved a slot."""
     waiting: int
     """Number of loads that wait, for example for memory."""
     pinned: frozenset[UUID]
-    """Nodes to which a running load is restricted."""
+    """The nodes that running loads of the model are restricted to."""
     failure: str
-    """Error of the last load if it failed after the last pass; otherwise empty."""
+    """Error of the model's last load if it failed after the last pass; otherwise empty."""
     failed_at: datetime | None
     """Time of the last failed load."""
     defined: bool
     revision: str
-    """Current revision of its definition; empty if unknown."""
+    """Current revision of the model's definition; empty if unknown."""
     replacing: Mapping[UUID, bool]
     """The model's replicas that a load will replace; see `Fleet`."""
     pressure: int
-    """Requests within the last minute that could not use their cached prompt; 0 if too few."""
+    """Requests within the last minute that could not use their cached prompt; 0 if there are too few to
+    count."""
 
     @cached_property
     def rows_by_node(self) -> dict[UUID, list[FleetReplica]]:
@@ -246,7 +253,7 @@ class RuleContext:
 
     @property
     def is_freeing_slot(self) -> bool:
-        """Return True if a slot is being freed."""
+        """True if a replica on an eligible node is about to give its slot back."""
         return any(row.state == "unloading" and row.node_id in self.eligible.ids for row in self.rows)
 
     @property
@@ -260,7 +267,7 @@ class RuleContext:
         return None if self.rule.selector == {} else self.eligible.ids
 
     def decision(self, reason: str, *actions: Action) -> RuleDecision:
-        """Return the decision with these actions and the rule's figures."""
+        """Return the rule's decision with this reason, these actions, and the rule's numbers of replicas."""
         added = sum(isinstance(action, LoadReplica) and action.replaces is None for action in actions)
         removed = sum(isinstance(action, RetireReplica) for action in actions)
         removed += sum(row.id in self.replacing for row in self.serving)

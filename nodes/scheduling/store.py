@@ -31,25 +31,25 @@ LOAD_KIND = "model_load"
 
 
 def _count_by_model(rows: QuerySet[Model], model_column: str) -> Coalesce:
-    """Count the rows that belong to the rule's model."""
+    """Return a subquery that counts the rows of a rule's model."""
     model_rows = rows.filter(**{model_column: OuterRef("model_name")}).order_by().values(model_column)
     return Coalesce(Subquery(model_rows.annotate(rows=Count("pk")).values("rows")), 0)
 
 
-CURRENT = _count_by_model(NodeModel.objects.serving(), "model_name")
-LOADING = _count_by_model(Operation.objects.active().filter(kind=LOAD_KIND), "element")
-STATE = Shape(
+CURRENT_COUNT = _count_by_model(NodeModel.objects.serving(), "model_name")
+LOADING_COUNT = _count_by_model(Operation.objects.active().filter(kind=LOAD_KIND), "element")
+RULE_STATE_SHAPE = Shape(
     "SchedulingState",
     "The target and result of the last pass, and the present replicas. A rule that only routes has no state.",
     [
         column("wanted", count(), "Replicas that the pass aims at.", source=F("wanted_replicas")),
-        column("current", count(), "Loaded on healthy nodes now.", source=CURRENT),
-        column("loading", count(), "Loads under way now.", source=LOADING),
+        column("current", count(), "Loaded on healthy nodes now.", source=CURRENT_COUNT),
+        column("loading", count(), "Loads under way now.", source=LOADING_COUNT),
         column("reason", TEXT, "What the pass did and why, or why it could not."),
         column("at", TIME, "When that was.", source=Time("checked_at")),
     ],
 )
-RULE = Shape(
+RULE_SHAPE = Shape(
     "SchedulingRule",
     "Nodes and replicas of a model. Omitted fields are empty: no selector, or the cluster default.",
     [
@@ -67,7 +67,13 @@ RULE = Shape(
         column("min_prefix_match", NUMBER, optional=True),
         column("unsatisfiable_until", TIME, "Nothing is tried for this model until then.", optional=True),
         column("unsatisfiable_ticks", count(), "Passes in a row that could not load what is wanted."),
-        column("state", STATE.ref, source=STATE.read(unless_null="checked_at"), inner=STATE, optional=True),
+        column(
+            "state",
+            RULE_STATE_SHAPE.ref,
+            source=RULE_STATE_SHAPE.read(unless_null="checked_at"),
+            inner=RULE_STATE_SHAPE,
+            optional=True,
+        ),
         column("created_at", TIME),
         column("updated_at", TIME),
     ],
@@ -76,7 +82,7 @@ RULE = Shape(
 
 def serialize_rules(rules: QuerySet[ModelSchedulingConfig]) -> list[Row]:
     """Return the rules in wire form, by model name; one query."""
-    return [_serialize(row) for row in RULE.rows(rules.order_by("model_name"))]
+    return [_serialize(row) for row in RULE_SHAPE.rows(rules.order_by("model_name"))]
 
 
 def _serialize(row: Row) -> Row:
@@ -114,9 +120,10 @@ def set_rule(rule: Rule, now: datetime) -> Row:
 
 
 def replace_rules(rules: Iterable[Rule], now: datetime) -> int:
-    """Set all of these rules or none (R1.89); return their number. Rules of other models stay.
+    """Set all of these rules or none (R1.89); return their number. The rules of all other models stay.
 
-    The last rule of a model counts. Rules must set every field (R4.48). Raises InvalidInput.
+    If a model has several rules, the last one counts. Each rule must set every field (R4.48). Raises
+    InvalidInput.
     """
     latest = {rule.model_name: rule for rule in rules}
     with transaction.atomic():
@@ -138,13 +145,13 @@ def delete_rule(model_name: str, now: datetime) -> bool:
 
 
 def pinned_models() -> set[str]:
-    """Return the models whose rule keeps at least one replica."""
+    """Return the models whose rule sets a minimum of at least one replica."""
     keeps = Q(min_replicas__gt=0) | Q(spread_all=True)
     return set(ModelSchedulingConfig.objects.filter(keeps).values_list("model_name", flat=True))
 
 
 def set_pinned(model_name: str, pinned: bool, now: datetime) -> None:
-    """Set the minimum of the model's rule to at least one replica, or to none; other fields stay.
+    """Set the minimum of the model's rule to at least 1 (`pinned`) or to 0; the other fields stay.
 
     A rule without any other content is deleted. Raises Conflict for a rule with one replica on every node.
     """
@@ -176,7 +183,9 @@ def rules_revision() -> str:
     without raising the maximum.
     """
     columns = ("model_name", "updated_at", "checked_at", "reason")
-    rows_read = ModelSchedulingConfig.objects.order_by("model_name").values_list(*columns, CURRENT, LOADING)
+    rows_read = ModelSchedulingConfig.objects.order_by("model_name").values_list(
+        *columns, CURRENT_COUNT, LOADING_COUNT
+    )
     return hashlib.sha256(repr(list(rows_read)).encode()).hexdigest()[:16]
 
 

@@ -35,9 +35,9 @@ from operations.models import Operation, Status
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
 Position = tuple[datetime, UUID]
-"""A position in the order of the history."""
-_OUTCOMES = ("completed", "failed", "cancelled")
-_MAX_LENGTH = 255
+"""Position in the order of the history: the time of the end, and the operation's id."""
+_OUTCOME_VALUES = ("completed", "failed", "cancelled")
+_MAX_TEXT_LENGTH = 255
 
 
 class _Limit(serializers.Serializer[Any]):
@@ -60,7 +60,7 @@ class _Period(serializers.Serializer[Any]):
 
 
 class _Page(_Limit):
-    """The requested page."""
+    """Query parameters of a page of the history."""
 
     cursor = serializers.CharField(
         required=False, max_length=128, help_text="`nextCursor` of the page before."
@@ -68,19 +68,21 @@ class _Page(_Limit):
 
 
 class Filters(_Period):
-    """The requested entries of the record."""
+    """Query parameters that select operations of the history."""
 
     since_text = "Ended at this time at the earliest."
     node = serializers.UUIDField(required=False, help_text="A node that it was for.")
-    backend = serializers.CharField(required=False, max_length=_MAX_LENGTH, help_text="Backend or model.")
+    backend = serializers.CharField(
+        required=False, max_length=_MAX_TEXT_LENGTH, help_text="Backend or model."
+    )
     kind = serializers.CharField(required=False, max_length=32)
-    outcome = serializers.ChoiceField(choices=_OUTCOMES, required=False)
+    outcome = serializers.ChoiceField(choices=_OUTCOME_VALUES, required=False)
     actor = serializers.CharField(required=False, max_length=150)
     to = serializers.DateTimeField(required=False, help_text="Ended at this time at the latest.")
 
 
 class _Query(Filters, _Page):
-    """The query of the record."""
+    """Query parameters of the history: filters and page."""
 
 
 class HistoryView(OperationRoute):
@@ -89,18 +91,18 @@ class HistoryView(OperationRoute):
     @describe(
         "operations_history",
         "List operations that have ended",
-        shapes.HISTORY,
+        shapes.HISTORY_SHAPE,
         refused=(400,),
         parameters=[_Query],
     )
     def get(self, request: Request) -> Response:
-        """Operations that have ended, the latest first. `nextCursor` leads to older ones."""
+        """Returns operations that have ended, the latest first. `nextCursor` leads to older operations."""
         return Response(history_page(request.query_params))
 
     @describe("operations_history_clear", "Clear the record", shapes.SuccessSerializer)
     def delete(self, request: Request) -> Response:
-        """Deletes the record of the whole cluster; failures that no one has dismissed stay (O98)."""
-        retention.clear()
+        """Deletes the history of the whole cluster. Failures that no one has dismissed stay (O98)."""
+        retention.delete_ended()
         return Response({"success": True})
 
 
@@ -110,21 +112,24 @@ class InboxView(OperationRoute):
     @describe(
         "operations_inbox",
         "List failures that wait for someone",
-        shapes.INBOX,
+        shapes.INBOX_SHAPE,
         refused=(400,),
         parameters=[_Page],
     )
     def get(self, request: Request) -> Response:
-        """Failures that were not dismissed, the newest first; `nextCursor` leads to the older ones."""
+        """Returns failures that were not dismissed, the newest first.
+
+        `nextCursor` leads to older failures.
+        """
         values = validate_query(_Page, request.query_params)
         failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
-        return Response(_page(failed, values, lambda row: feed.as_dict(row, row.targets.all())))
+        return Response(_page_of(failed, values, lambda row: feed.as_dict(row, row.targets.all())))
 
 
 def history_page(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return a page of the history. Raise InvalidInput with the name of an invalid parameter."""
     values = validate_query(_Query, parameters)
-    return _page(matching_operations(values), values, history_entry)
+    return _page_of(matching_operations(values), values, history_entry)
 
 
 def undismissed_failures() -> list[dict[str, Any]]:
@@ -134,7 +139,7 @@ def undismissed_failures() -> list[dict[str, Any]]:
     return [feed.as_dict(row, row.targets.all()) for row in rows]
 
 
-def _page(
+def _page_of(
     rows: Any, values: dict[str, Any], serialize: Callable[[Operation], dict[str, Any]]
 ) -> dict[str, Any]:
     operations, last = read_after(rows, _parse_cursor(values.get("cursor", "")), values["limit"])
@@ -143,7 +148,7 @@ def _page(
 
 
 def read_after(rows: Any, position: Position | None, limit: int) -> tuple[list[Operation], Position | None]:
-    """Return up to `limit` operations after the position, and the last position if more follow."""
+    """Return up to `limit` operations after the position, and the position of the last one if more follow."""
     if position is not None:
         at, id = position
         rows = rows.filter(Q(finished_at__lt=at) | Q(finished_at=at, id__lt=id))
@@ -153,7 +158,10 @@ def read_after(rows: Any, position: Position | None, limit: int) -> tuple[list[O
 
 
 def validate_query(query: type[serializers.Serializer[Any]], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validated parameters. Raise InvalidInput with the name of an unknown or invalid one."""
+    """Return the validated parameters.
+
+    Raise InvalidInput with the name of an unknown or invalid parameter.
+    """
     serializer = query(data=parameters)
     for name in parameters:
         if name not in serializer.fields:
@@ -221,9 +229,9 @@ def history_entry(operation: Operation) -> dict[str, Any]:
 
 CHUNK_ENTRIES = 100
 """Maximum number of entries in one chunk."""
-NDJSON, CSV = "ndjson", "csv"
-_TYPES = {NDJSON: "application/x-ndjson", CSV: "text/csv; charset=utf-8"}
-_COLUMNS = (
+NDJSON_FORMAT, CSV_FORMAT = "ndjson", "csv"
+_MEDIA_TYPE_BY_FORMAT = {NDJSON_FORMAT: "application/x-ndjson", CSV_FORMAT: "text/csv; charset=utf-8"}
+_CSV_COLUMNS = (
     "jobID",
     "kind",
     "fullName",
@@ -244,13 +252,16 @@ _FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")
 """Prefixes that a spreadsheet evaluates as a formula; some texts come from workers."""
 
 Entry = Mapping[str, Any]
-Written = Callable[[Sequence[Entry]], bytes]
+EntryWriter = Callable[[Sequence[Entry]], bytes]
+"""Function that writes entries in one of the formats."""
 
 
 class _ExportQuery(Filters):
-    """The requested export and its format."""
+    """Query parameters of an export: filters and format."""
 
-    format = serializers.ChoiceField(choices=(NDJSON, CSV), required=False, default=NDJSON)
+    format = serializers.ChoiceField(
+        choices=(NDJSON_FORMAT, CSV_FORMAT), required=False, default=NDJSON_FORMAT
+    )
 
 
 class ExportView(OperationRoute):
@@ -264,11 +275,16 @@ class ExportView(OperationRoute):
         parameters=[_ExportQuery],
     )
     def get(self, request: Request) -> StreamingHttpResponse:
-        """The whole record, with the filters of the list. A line of NDJSON is an entry of that list."""
+        """Returns the whole history, with the same filters as the list.
+
+        A line of NDJSON is an entry of the list.
+        """
         filters = validate_query(_ExportQuery, request.query_params)
         kind = filters["format"]
-        first = _chunk(filters, None)  # an outage can still become an error response here
-        response = StreamingHttpResponse(_chunks(filters, first), content_type=_TYPES[kind])
+        first = _read_chunk(filters, None)  # an outage can still become an error response here
+        response = StreamingHttpResponse(
+            _read_chunks(filters, first), content_type=_MEDIA_TYPE_BY_FORMAT[kind]
+        )
         response["Content-Disposition"] = f'attachment; filename="operations.{kind}"'
         return response
 
@@ -276,47 +292,47 @@ class ExportView(OperationRoute):
 _Chunk = tuple[bytes, Position | None]
 
 
-def _chunk(filters: dict[str, Any], position: Position | None) -> _Chunk:
+def _read_chunk(filters: dict[str, Any], position: Position | None) -> _Chunk:
     rows, last = read_after(matching_operations(filters), position, CHUNK_ENTRIES)
     entries = [history_entry(row) for row in rows]
-    if filters["format"] == NDJSON:
+    if filters["format"] == NDJSON_FORMAT:
         return b"".join(orjson.dumps(entry) + b"\n" for entry in entries), last
-    return _lines(entries, with_header=position is None), last
+    return _csv_lines(entries, with_header=position is None), last
 
 
-async def _chunks(filters: dict[str, Any], first: _Chunk) -> AsyncIterator[bytes]:
+async def _read_chunks(filters: dict[str, Any], first: _Chunk) -> AsyncIterator[bytes]:
     chunk, last = first
     yield chunk
     while last is not None:
-        chunk, last = await in_thread(_chunk, filters, last)
+        chunk, last = await in_thread(_read_chunk, filters, last)
         yield chunk
 
 
-def _lines(entries: Sequence[Entry], *, with_header: bool) -> bytes:
+def _csv_lines(entries: Sequence[Entry], *, with_header: bool) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     if with_header:
-        writer.writerow(_COLUMNS)
+        writer.writerow(_CSV_COLUMNS)
     for entry in entries:
         names = [part["node_name"] for part in entry.get("nodes", ())] or [entry.get("nodeName", "")]
         values = {**entry, "nodes": "; ".join(names)}
-        writer.writerow([_cell(str(values.get(column, ""))) for column in _COLUMNS])
+        writer.writerow([_csv_cell(str(values.get(column, ""))) for column in _CSV_COLUMNS])
     return text.getvalue().encode()
 
 
-def _cell(text: str) -> str:
+def _csv_cell(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULA_PREFIXES) else text
 
 
-_MAX_NUMBER = 2**63 - 1
+_MAX_CURSOR = 2**63 - 1
 
 
 class _ChangesQuery(_Limit, _Period):
-    """The requested changes."""
+    """Query parameters of the list of changes by users."""
 
     since_text = "At this time at the earliest."
     cursor = serializers.IntegerField(
-        required=False, min_value=1, max_value=_MAX_NUMBER, help_text="`nextCursor` of the page before."
+        required=False, min_value=1, max_value=_MAX_CURSOR, help_text="`nextCursor` of the page before."
     )
     actor = serializers.CharField(required=False, max_length=150)
     kind = serializers.CharField(
@@ -329,7 +345,7 @@ class _ChangesQuery(_Limit, _Period):
 
 
 class AuditEntrySerializer(serializers.Serializer[Any]):
-    """One change that a person made."""
+    """One change by a user."""
 
     id = serializers.IntegerField()
     at = serializers.DateTimeField()
@@ -344,7 +360,7 @@ class AuditEntrySerializer(serializers.Serializer[Any]):
 
 
 class AuditSerializer(serializers.Serializer[Any]):
-    """A page of changes."""
+    """A page of changes by users."""
 
     entries = AuditEntrySerializer(many=True)
     nextCursor = serializers.IntegerField(required=False, help_text="Leads to the older ones.")
@@ -357,7 +373,7 @@ class AuditView(OperationRoute):
         "audit_list", "List changes by people", AuditSerializer, refused=(400,), parameters=[_ChangesQuery]
     )
     def get(self, request: Request) -> Response:
-        """Every change that a person made, within the retention of events; the newest first."""
+        """Returns the changes by users within the retention of events, the newest first."""
         filters = validate_query(_ChangesQuery, request.query_params)
         rows, limit = _matching_changes(filters), filters["limit"]
         entries = list(rows.order_by("-id")[: limit + 1])

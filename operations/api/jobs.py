@@ -1,7 +1,8 @@
-"""Current operations: the live list, and single operations under the reference's URLs.
+"""Active operations: the live list, and single operations under the reference's URLs.
 
-`contract/http-api.md` §3.5, §3.7 and §3.9, O62, O63. Each id works under each URL, for backends and models
-alike. Authentication and the admin check are the project's defaults; errors are flat on these routes.
+`contract/http-api.md` §3.5, §3.7 and §3.9, O62, O63. An operation on a backend or a model can be read under
+the URLs of both. Authentication and the admin check are the project's defaults; errors are flat on these
+routes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from operations.models import ACTIVE, QUEUED, TERMINAL, Operation, OperationTarg
 JOB_RETENTION = timedelta(hours=1)
 """Time for which an ended operation stays in the lists of jobs (O29).
 
-Its status can be read for as long as its row exists.
+A single operation can be read for as long as its row exists.
 """
 MAX_JOBS = 500
 
@@ -48,9 +49,9 @@ def find_operation(text: str) -> Operation:
 class JobView(OperationRoute):
     """`/api/backends/job/:uid`."""
 
-    @describe("backends_job", "Show an operation", shapes.JOB, refused=(404,))
+    @describe("backends_job", "Show an operation", shapes.JOB_SHAPE, refused=(404,))
     def get(self, request: Request, uid: str) -> Response:
-        """The state of an operation, for as long as its record exists."""
+        """Returns the state of an operation, for as long as its record exists."""
         return Response(job_of(find_operation(uid)))
 
 
@@ -60,13 +61,13 @@ class ModelJobView(JobView):
 
 
 def job_of(operation: Operation) -> dict[str, Any]:
-    """Return the operation as the job of §3.7.
+    """Return the operation in the form of a job (§3.7).
 
     `queued` follows O4: a waiting operation is queued from its start (O62).
     """
     parts = list(operation.targets.all())
     is_completed = operation.status == Status.COMPLETED
-    return shapes.JOB.of(
+    return shapes.JOB_SHAPE.of(
         progress=operation.progress,
         message=operation.message,
         galleryElementName=operation.element,
@@ -93,9 +94,11 @@ class JobStatusView(APIView):
 
     tag = "operations"
 
-    @describe("backends_job_status", "Show an operation's raw status", shapes.JOB_STATUS, refused=(404,))
+    @describe(
+        "backends_job_status", "Show an operation's raw status", shapes.JOB_STATUS_SHAPE, refused=(404,)
+    )
     def get(self, request: Request, uid: str) -> Response:
-        """The same as the job, in the words of the reference's status, with bytes and file (§3.9)."""
+        """Returns an operation in the form of the reference's job status, with bytes and file (§3.9)."""
         return Response(status_of(find_operation(uid)))
 
 
@@ -110,9 +113,9 @@ class BackendJobsView(APIView):
     tag = "operations"
     subject = "backend"
 
-    @describe("backends_jobs", "List raw statuses", mapping_schema(shapes.JOB_STATUS.ref))
+    @describe("backends_jobs", "List raw statuses", mapping_schema(shapes.JOB_STATUS_SHAPE.ref))
     def get(self, request: Request) -> Response:
-        """By id, the newest 500 operations that are active or have ended within the last hour."""
+        """Returns, by id, the newest 500 operations that are active or have ended within the last hour."""
         of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - JOB_RETENTION)
         names = [kind.name for kind in feed.KINDS.values() if kind.subject == self.subject]
         rows = Operation.objects.filter(of_late, kind__in=names).order_by("-created_at", "-id")
@@ -127,11 +130,11 @@ class ModelJobsView(BackendJobsView):
 
 
 def status_of(operation: Operation) -> dict[str, Any]:
-    """Return the operation as the status of §3.9, which omits empty values as the reference does."""
+    """Return the operation as a job status (§3.9), without empty values as in the reference."""
     parts = list(operation.targets.all())
     total, current = operation.total_bytes, operation.current_bytes
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
-    return shapes.JOB_STATUS.of_object(
+    return shapes.JOB_STATUS_SHAPE.of_object(
         operation,
         deletion=feed.facts_of(operation).is_deletion,
         file_name=next(filter(None, under_way), ""),
@@ -157,9 +160,9 @@ class DismissView(OperationRoute):
         body=shapes.DismissSerializer,
     )
     def post(self, request: Request, job_id: str) -> Response:
-        """Removes a failure from the live list for all users; its record stays (O52).
+        """Removes a failure from the live list of all users; its record stays (O52).
 
-        With `nodes` only the failures on these nodes; the operation stays for the others.
+        With `nodes` only the failures on these nodes are removed; the operation stays because of the rest.
         """
         job = find_operation(job_id).id
         user: Any = request.user
@@ -170,7 +173,7 @@ class DismissView(OperationRoute):
 
 
 def live_entries() -> list[dict[str, Any]]:
-    """Return waiting and running operations and undismissed failures, least progress first."""
+    """Return active operations and undismissed failures, with the least progress first."""
     entries = sorted(feed.snapshot().operations, key=lambda entry: (entry["progress"], entry["id"]))
     kinds.hooks().annotate(entries, now=clock.now())
     return entries
@@ -184,7 +187,7 @@ def as_entry(operation: Operation) -> dict[str, Any]:
 
 
 def read_entry(id: UUID) -> dict[str, Any] | None:
-    """Return the operation with this id in wire form; None if there is no record."""
+    """Return the operation with this id in wire form, active or ended; None if it has no record."""
     row = Operation.objects.filter(pk=id).first()
     return as_entry(row) if row is not None else None
 
@@ -192,16 +195,16 @@ def read_entry(id: UUID) -> dict[str, Any] | None:
 class OperationsView(OperationRoute):
     """`/api/operations`."""
 
-    @describe("operations_list", "List operations", shapes.OPERATIONS)
+    @describe("operations_list", "List operations", shapes.OPERATIONS_SHAPE)
     def get(self, request: Request) -> Response:
-        """Waiting and running operations, and failures not dismissed yet; least progress first."""
+        """Returns active operations and undismissed failures, with the least progress first."""
         return Response({"operations": live_entries()})
 
 
 class OperationView(OperationRoute):
     """`/api/operations/:jobID`."""
 
-    @describe("operations_retrieve", "Show one operation", feed.OPERATION, refused=(404,))
+    @describe("operations_retrieve", "Show one operation", feed.OPERATION_SHAPE, refused=(404,))
     def get(self, request: Request, job_id: str) -> Response:
-        """The operation with its parts, also after its end, for as long as its record exists."""
+        """Returns an operation with its parts, also after its end, for as long as its record exists."""
         return Response(as_entry(find_operation(job_id)))

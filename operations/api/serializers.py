@@ -11,42 +11,46 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.envelopes import FlatView
 from localai_cluster.web.rest import NullIsAbsent, Text
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, UUID, Shape, field
-from operations.changes.feed import FIELDS, INTEGER, OPERATION, TARGET
+from operations.changes.feed import INTEGER_SCHEMA, OPERATION_FIELDS, OPERATION_SHAPE, TARGET_SHAPE
 from operations.ledger.admission import Admission, Requester
 
-OPERATIONS = Shape("OperationList", "The live list.", [field("operations", OPERATION.many)])
-_CURSOR = field("nextCursor", TEXT, "Leads to the older ones.", optional=True)
-INBOX = Shape("Inbox", "A page of the inbox.", [field("operations", OPERATION.many), _CURSOR])
-HISTORY_ENTRY = Shape(
+OPERATIONS_SHAPE = Shape("OperationList", "The live list.", [field("operations", OPERATION_SHAPE.many)])
+_CURSOR_FIELD = field("nextCursor", TEXT, "Leads to the older ones.", optional=True)
+INBOX_SHAPE = Shape(
+    "Inbox", "A page of the inbox.", [field("operations", OPERATION_SHAPE.many), _CURSOR_FIELD]
+)
+HISTORY_ENTRY_SHAPE = Shape(
     "HistoryEntry",
     "An operation that has ended (§3.6).",
     [
-        *(entry for entry in FIELDS if entry.name != "taskType"),
+        *(entry for entry in OPERATION_FIELDS if entry.name != "taskType"),
         field("outcome", {"type": "string", "enum": ["completed", "failed", "cancelled"]}),
         field("taskType", {"type": "string", "enum": ["installation", "deletion"]}),
     ],
 )
-HISTORY = Shape("History", "A page of the record.", [field("operations", HISTORY_ENTRY.many), _CURSOR])
+HISTORY_SHAPE = Shape(
+    "History", "A page of the record.", [field("operations", HISTORY_ENTRY_SHAPE.many), _CURSOR_FIELD]
+)
 
 
 class DoneSerializer(serializers.Serializer[Any]):
-    """The result of a verb that was carried out (§3.5)."""
+    """The result of a command that was carried out (§3.5)."""
 
     success = serializers.BooleanField()
     message = serializers.CharField()
 
 
 class SuccessSerializer(serializers.Serializer[Any]):
-    """The result of a request that was carried out."""
+    """The result of a request that was carried out, without a message."""
 
     success = serializers.BooleanField()
 
 
-STATES = ("queued", "running", "verifying", "waiting_for_nodes", "completed", "failed", "cancelled")
+JOB_STATES = ("queued", "running", "verifying", "waiting_for_nodes", "completed", "failed", "cancelled")
 """States of a job (O62)."""
 
 
-JOB = Shape(
+JOB_SHAPE = Shape(
     "Job",
     "How one operation goes (§3.7).",
     [
@@ -58,11 +62,11 @@ JOB = Shape(
         field("queued", FLAG),
         field("error", TEXT, optional=True),
         field("completed", FLAG, optional=True),
-        field("state", {"type": "string", "enum": list(STATES)}),
-        field("nodes", TARGET.many, optional=True),
+        field("state", {"type": "string", "enum": list(JOB_STATES)}),
+        field("nodes", TARGET_SHAPE.many, optional=True),
     ],
 )
-JOB_STATUS = Shape(
+JOB_STATUS_SHAPE = Shape(
     "JobStatus",
     "How one operation goes, in the words of the reference's status (§3.9).",
     [
@@ -78,9 +82,9 @@ JOB_STATUS = Shape(
         field("cancellable", FLAG),
         field("error", TEXT, optional=True),
         field("phase", TEXT, optional=True),
-        field("current_bytes", INTEGER, optional=True),
-        field("total_bytes", INTEGER, optional=True),
-        field("nodes", TARGET.many, optional=True),
+        field("current_bytes", INTEGER_SCHEMA, optional=True),
+        field("total_bytes", INTEGER_SCHEMA, optional=True),
+        field("nodes", TARGET_SHAPE.many, optional=True),
     ],
 )
 
@@ -94,7 +98,7 @@ class OperationRoute(FlatView):
 MAX_NODES = 2000
 JOB_FIELDS = [field("jobID", UUID), field("statusUrl", TEXT), field("message", TEXT)]
 DEDUPLICATED = field("deduplicated", FLAG, optional=True)
-STARTED = Shape(
+STARTED_SHAPE = Shape(
     "Started",
     "An operation was admitted; `statusUrl` tells how it goes.",
     [*JOB_FIELDS, field("uuid", UUID, "The same."), DEDUPLICATED],
@@ -103,7 +107,7 @@ STARTED = Shape(
 
 @dataclass(frozen=True)
 class CommandTexts:
-    """Messages for a new operation, and for a joined one that was active already."""
+    """Two messages: about a new operation, and about an active operation that the request has joined."""
 
     started: str
     joined: str
@@ -114,7 +118,7 @@ class CommandTexts:
 
 
 class NodesSerializer(NullIsAbsent):
-    """For which nodes; without the field, for all that it concerns."""
+    """The nodes to work on; without the field, all nodes that the command concerns."""
 
     nodes = serializers.ListField(
         child=serializers.UUIDField(),
@@ -125,18 +129,18 @@ class NodesSerializer(NullIsAbsent):
 
 
 class DismissSerializer(NodesSerializer):
-    """Why the failure needs no more attention; with nodes, only the failures on these."""
+    """A comment on the dismissal of a failure; with nodes, only failures on these are dismissed."""
 
     comment = Text(required=False, max_length=500)
 
 
 def requester_of(request: Request) -> Requester:
-    """Return the requester of the request."""
+    """Return who sent the request: user, request id and client address."""
     return Requester(principal(request).name, request_id.get(), client_address(request))
 
 
 def job_fields(admission: Admission, message: str, route: str = "/api/backends/job") -> dict[str, Any]:
-    """Return the common fields of responses to a request for an operation."""
+    """Return the fields that all responses with an operation share."""
     job = str(admission.operation.id)
     return {
         "jobID": job,
@@ -147,4 +151,4 @@ def job_fields(admission: Admission, message: str, route: str = "/api/backends/j
 
 
 def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:
-    return STARTED.of(uuid=str(admission.operation.id), **job_fields(admission, texts.of(admission)))
+    return STARTED_SHAPE.of(uuid=str(admission.operation.id), **job_fields(admission, texts.of(admission)))

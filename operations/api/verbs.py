@@ -24,12 +24,12 @@ from operations.ledger.admission import OperationRequest, Outcome
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
 MAX_OPERATIONS = 2000
-MAX_REASONS = 20
+MAX_SHOWN_REASONS = 20
 RETRY_TEXTS = shapes.CommandTexts("started again", "tried at once")
 
 
 describe_verb = partial(describe, answer=shapes.DoneSerializer, refused=(400, 404, 409, 413))
-"""Describes one verb in the API document."""
+"""Describe the route of a verb, for the API document."""
 
 
 def cancel_operation(operation: Operation, *, actor: str) -> Operation:
@@ -43,12 +43,12 @@ def cancel_operation(operation: Operation, *, actor: str) -> Operation:
 
 
 def cancellation_text(operation: Operation) -> str:
-    """Return the message for a cancelled operation: its own message if that counts finished targets."""
+    """Return the message about a cancelled operation; its own message if that counts finished targets."""
     return operation.message if operation.message[:1].isdigit() else "operation cancelled"
 
 
 def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:
-    """Cancel an operation on one of its nodes; return the node's name.
+    """Cancel the operation on one of its nodes; return the node's name.
 
     Raises NotFound and Conflict.
     """
@@ -64,7 +64,10 @@ def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:
 def retry_operation(
     operation: Operation, nodes: Sequence[UUID], by: admission.Requester
 ) -> admission.Admission:
-    """Repeat the failed work, on these nodes or on all nodes. Raise Conflict if nothing can be repeated."""
+    """Repeat the failed work of an operation, on these nodes or on all nodes.
+
+    Raises Conflict if there is nothing to repeat.
+    """
     rules = kind_of(operation).targets
     if operation.by_parts and rules is not None:
         return rules.retry(operation.id, nodes=nodes, requester=by, now=clock.now())
@@ -77,9 +80,9 @@ class CancelView(shapes.OperationRoute):
 
     @describe_verb("operations_cancel", "Cancel an operation")
     def post(self, request: Request, job_id: str) -> Response:
-        """Ends it for good. Workers that run it are requested to stop; each target has its outcome.
+        """Ends an operation for good. Workers are requested to stop; each target gets its outcome.
 
-        Of several nodes the message counts: 40 cancelled, 60 had already finished.
+        If it has several nodes, the message has numbers, such as 40 cancelled, 60 had already finished.
         """
         cancelled = cancel_operation(find_operation(job_id), actor=principal(request).name)
         return Response({"success": True, "message": cancellation_text(cancelled)})
@@ -90,7 +93,10 @@ class CancelPartView(shapes.OperationRoute):
 
     @describe_verb("operations_cancel_part", "Cancel an operation on one node")
     def post(self, request: Request, job_id: str, node_id: str) -> Response:
-        """Ends the part on this node for good; the other nodes go on. An upgrade in waves asks after it."""
+        """Ends the operation on this node for good; other nodes continue.
+
+        An upgrade in waves then waits for a choice.
+        """
         operation = find_operation(job_id)
         try:
             node = UUID(node_id)
@@ -105,7 +111,7 @@ class PauseView(shapes.OperationRoute):
 
     @describe_verb("operations_pause", "Pause an operation")
     def post(self, request: Request, job_id: str) -> Response:
-        """Refused for every operation: none can resume from where it stopped (O59)."""
+        """Refuses to pause any operation, because none can resume from where it stopped (O59)."""
         operation = find_operation(job_id)
         raise errors.Conflict(
             f"{operation.kind} cannot be paused; cancel it and ask again later", field="status"
@@ -116,26 +122,27 @@ class RetryView(shapes.OperationRoute):
     """`/api/operations/:jobID/retry`."""
 
     @describe_verb(
-        "operations_retry", "Try an operation again", answer=shapes.STARTED, body=shapes.NodesSerializer
+        "operations_retry", "Try an operation again", answer=shapes.STARTED_SHAPE, body=shapes.NodesSerializer
     )
     def post(self, request: Request, job_id: str) -> Response:
-        """Asks again for what failed, with the same request. What still waits is tried at once."""
+        """Repeats the failed part of an operation with the same request. A waiting part is tried at once."""
         operation, asked = find_operation(job_id), shapes.requester_of(request)
         chosen = validate_body(shapes.NodesSerializer, request).get("nodes", ())
         return Response(shapes.started_body(retry_operation(operation, chosen, asked), RETRY_TEXTS))
 
 
 def _runs_by_targets(operation: Operation) -> bool:
+    """Return True if the operation's targets run independently."""
     return operation.by_parts and kind_of(operation).targets is not None
 
 
 def _retry_of(
     operation: Operation, parts: Sequence[OperationTarget], only: Sequence[UUID], by: admission.Requester
 ) -> OperationRequest:
-    """Return the request that repeats the operation where it did not succeed.
+    """Return the request that repeats the unsuccessful part of the operation.
 
-    The request has no payload of earlier attempts. Raises InvalidInput for nodes of other operations, and
-    Conflict if nothing can be repeated.
+    The request has no payload that earlier attempts wrote. Raises InvalidInput for nodes that are not in the
+    operation, and Conflict if nothing can be repeated.
     """
     if operation.status in ACTIVE or operation.status == Status.COMPLETED:
         raise errors.Conflict(f"the operation is {operation.status}", field="status")
@@ -168,7 +175,10 @@ def _retry_of(
 def _retry_as_a_whole(
     operations: Sequence[Operation], only: Sequence[UUID], by: admission.Requester
 ) -> list[Outcome]:
-    """Repeat the operations in one transaction. Return the outcomes in the order of the operations."""
+    """Repeat operations without independent targets in one transaction.
+
+    Return the outcomes in their order.
+    """
     parts, requests = targets.of(operations), list[OperationRequest | errors.ClusterError]()
     for operation in operations:
         try:
@@ -181,20 +191,20 @@ def _retry_as_a_whole(
 
 
 class OperationCountsSerializer(serializers.Serializer[Any]):
-    """The numbers of the named operations by outcome."""
+    """The numbers of the requested operations by outcome of the verb."""
 
     done = serializers.IntegerField(min_value=0, help_text="The verb was carried out.")
     ended = serializers.IntegerField(min_value=0, help_text="Ended already, or without a record.")
     refused = serializers.IntegerField(min_value=0, help_text="The verb is not possible for them now.")
     reasons = serializers.ListField(
         child=serializers.CharField(),
-        max_length=MAX_REASONS,
+        max_length=MAX_SHOWN_REASONS,
         help_text="Why, each reason once, the most frequent first; several operations are counted in it.",
     )
 
 
 class BulkOperationsSerializer(NullIsAbsent):
-    """A verb and the operations that it is for."""
+    """A verb and the operations that it is applied to."""
 
     verb = serializers.ChoiceField(choices=("cancel", "dismiss", "retry"))
     ids = serializers.ListField(child=serializers.UUIDField(), min_length=1, max_length=MAX_OPERATIONS)
@@ -202,11 +212,11 @@ class BulkOperationsSerializer(NullIsAbsent):
 
 
 RefusalsById = Mapping[UUID, errors.ClusterError | None]
-"""The error of each operation that refused the verb, by id; None for each that accepted it."""
+"""By operation id: the error if the operation refused the verb; None if it accepted."""
 
 
 def _run_one_by_one(operations: Iterable[Operation], run: Callable[[Operation], object]) -> RefusalsById:
-    """Run the verb for the operations one by one, because each needs the locks of its own key and nodes."""
+    """Run the verb on the operations one by one, because each needs the locks of its own key and nodes."""
     results: dict[UUID, errors.ClusterError | None] = {}
     for operation in operations:
         try:
@@ -233,7 +243,7 @@ def _retry_all(operations: Sequence[Operation], by: admission.Requester) -> Refu
     return results | dict(_run_one_by_one(others, lambda operation: retry_operation(operation, (), by)))
 
 
-_VERBS: Mapping[str, Callable[[Sequence[Operation], admission.Requester], RefusalsById]] = {
+_FUNCTION_BY_VERB: Mapping[str, Callable[[Sequence[Operation], admission.Requester], RefusalsById]] = {
     "cancel": _cancel_all,
     "retry": _retry_all,
 }
@@ -250,11 +260,11 @@ class BulkOperationsView(shapes.OperationRoute):
         body=BulkOperationsSerializer,
     )
     def post(self, request: Request) -> Response:
-        """Runs the verb on each operation and returns the counts. Repeating it does no harm."""
+        """Runs the verb on each operation and returns the counts. A repeated request does no harm."""
         fields, by = validate_body(BulkOperationsSerializer, request), shapes.requester_of(request)
         if fields["verb"] == "dismiss":
             return Response(_dismiss(fields["ids"], by, fields.get("comment", "")))
-        return Response(_run(fields["verb"], fields["ids"], by))
+        return Response(_run_verb(fields["verb"], fields["ids"], by))
 
 
 def _dismiss(ids: list[Any], by: admission.Requester, comment: str) -> dict[str, Any]:
@@ -270,14 +280,14 @@ def _dismiss(ids: list[Any], by: admission.Requester, comment: str) -> dict[str,
 
 
 def _count_outcomes(done: int, ended: int, refusals: Sequence[str]) -> dict[str, Any]:
-    most = Counter(refusals).most_common(MAX_REASONS)
+    most = Counter(refusals).most_common(MAX_SHOWN_REASONS)
     reasons = [f"{reason} ({number} operations)" if number > 1 else reason for reason, number in most]
     return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
 
 
-def _run(verb: str, ids: list[UUID], by: admission.Requester) -> dict[str, Any]:
+def _run_verb(verb: str, ids: list[UUID], by: admission.Requester) -> dict[str, Any]:
     rows = Operation.objects.in_bulk(set(ids))
-    results = _VERBS[verb]([rows[id] for id in dict.fromkeys(ids) if id in rows], by)
+    results = _FUNCTION_BY_VERB[verb]([rows[id] for id in dict.fromkeys(ids) if id in rows], by)
     refusals = {id: refusal for id, refusal in results.items() if refusal is not None}
     now = Operation.objects.in_bulk(refusals) if refusals else {}
     causes = [refusals[id].message for id in refusals if id in now and not _has_ended(verb, now[id])]
@@ -286,8 +296,7 @@ def _run(verb: str, ids: list[UUID], by: admission.Requester) -> dict[str, Any]:
 
 
 def _has_ended(verb: str, operation: Operation) -> bool:
-    """Return True if the verb has nothing to do: the operation to cancel has ended, or the failure is
-    dismissed."""
+    """Return True if the verb has nothing to do: the operation has ended, or its failure is dismissed."""
     if verb == "cancel":
         return operation.status not in ACTIVE
     return operation.status == Status.COMPLETED or operation.dismissed_at is not None

@@ -39,15 +39,15 @@ NODES = "cluster_nodes"
 GROUP = "operations"
 """Channel-layer group of all watchers of operations."""
 
-MAX_PER_MESSAGE = 100
+MAX_CHANGES_PER_MESSAGE = 100
 """Maximum number of changes in one message of the channel layer; many messages are slower than long ones."""
 _RECONNECT_PAUSE = 1.0
-_TIMER_SECONDS = 60.0
-"""Interval in seconds of the driver's timer while a connection waits; its default is 0.1 s, for Ctrl-C."""
+_TIMER_INTERVAL = 60.0
+"""Seconds between two wake-ups of the driver while a connection waits; its default is 0.1 s, for Ctrl-C."""
 
 
 def notify(channel: str, *payloads: str) -> None:
-    """Add a NOTIFY for each payload to the running transaction; PostgreSQL sends them at its commit."""
+    """Add a NOTIFY for each payload to the caller's transaction; PostgreSQL sends them at its commit."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload", [channel, list(payloads)]
@@ -73,13 +73,13 @@ class _Listener(psycopg.AsyncConnection[tuple[Any, ...]]):
 
     async def wait(self, *arguments: Any, **options: Any) -> Any:
         """Run one round trip, or wait for notifications."""
-        return await super().wait(*arguments, **{"interval": _TIMER_SECONDS, **options})
+        return await super().wait(*arguments, **{"interval": _TIMER_INTERVAL, **options})
 
 
 async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
-    """Yield (channel, payload) forever.
+    """Yield (channel, payload) of each NOTIFY, without end.
 
-    Yield ("", "") after each (re)connect, because notifications may have been lost.
+    Yields ("", "") after each (re)connect, because notifications may have been lost.
     """
     failing = False
     while True:
@@ -129,9 +129,12 @@ _bridge = _Bridge()
 
 
 def publish(operations: Sequence[Mapping[str, Any]]) -> None:
-    """Send committed changes, each with its number `seq`, to all watching browsers. Returns at once."""
-    for first in range(0, len(operations), MAX_PER_MESSAGE):
-        batch = [dict(operation) for operation in operations[first : first + MAX_PER_MESSAGE]]
+    """Send committed changes to all watching browsers, each with its number `seq`.
+
+    Does not wait for the result.
+    """
+    for first in range(0, len(operations), MAX_CHANGES_PER_MESSAGE):
+        batch = [dict(operation) for operation in operations[first : first + MAX_CHANGES_PER_MESSAGE]]
         _bridge.submit({"type": "operations.changed", "operations": batch})
 
 
@@ -140,17 +143,18 @@ def emit(
     parts: Mapping[UUID, Sequence[OperationTarget]] | None = None,
     moved: Iterable[OperationTarget] | None = None,
 ) -> None:
-    """Number the changes of these saved rows, and publish them at commit.
+    """Number the changes of these saved operations, and publish them at the commit.
 
-    `parts` are the rows' targets if the caller has read them, and `moved` the changed targets. An upgrade in
-    waves is always published with all targets, because the start of a wave changes other targets too.
+    `parts` are the operations' targets if the caller has read them, and `moved` the changed targets. An
+    upgrade in waves is always published with all targets, because the start of a wave changes other targets
+    too.
     """
     rows = list(operations)
     if not rows:
         return
     parts_by_id = targets.of(rows) if parts is None else parts
     notify(OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
-    moved_by_id = None if moved is None else _by_operation(moved)
+    moved_by_id = None if moved is None else _targets_by_operation(moved)
     changes = [
         feed.change_of(
             operation,
@@ -159,20 +163,20 @@ def emit(
         )
         for operation in rows
     ]
-    _number(rows)
+    _assign_numbers(rows)
     for operation, change in zip(rows, changes, strict=True):
         change["seq"] = operation.seq
     transaction.on_commit(lambda: publish(changes))
 
 
-def _by_operation(parts: Iterable[OperationTarget]) -> dict[UUID, list[OperationTarget]]:
+def _targets_by_operation(parts: Iterable[OperationTarget]) -> dict[UUID, list[OperationTarget]]:
     grouped: dict[UUID, list[OperationTarget]] = {}
     for part in parts:
         grouped.setdefault(part.operation_id, []).append(part)
     return grouped
 
 
-def _number(rows: list[Operation]) -> None:
+def _assign_numbers(rows: list[Operation]) -> None:
     """Assign the next numbers to the rows in their order; the counter's row stays locked until the commit."""
     with connection.cursor() as cursor:
         cursor.execute(

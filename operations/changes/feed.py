@@ -1,8 +1,8 @@
 """The feed of operations for browsers and clients: a snapshot, then changes by sequence number.
 
 The dictionaries are the reference's (`contract/http-api.md` §3.2) plus our own fields. `since(n)` returns
-every operation that changed after n, in order; several changes of one operation between two reads are one
-entry.
+every operation that changed after number n, in order; several changes of one operation between two reads
+become one entry.
 
 A partial change contains only the changed targets of an operation. It applies to readers that have all
 earlier changes. So a change of one target has the size of one target, regardless of the number of nodes.
@@ -26,7 +26,7 @@ _RESTING_STATUSES = (Status.PENDING, Status.WAITING)
 
 
 class TaskType(StrEnum):
-    """Type of an operation for the reference's pages (O44)."""
+    """Kind of work as the reference's pages name it (O44)."""
 
     INSTALLATION = "installation"
     UPGRADE = "upgrade"
@@ -46,23 +46,23 @@ class KindFacts:
 
 
 KINDS: dict[str, KindFacts] = {}
-"""The registered kinds by name."""
+"""All registered kinds of operations, by name."""
 
 
 def facts_of(operation: Operation) -> KindFacts:
-    """Return the properties of the operation's kind; the defaults for an unknown kind."""
+    """Return what clients see of the operation's kind; defaults for a kind that is not registered."""
     return KINDS.get(operation.kind) or KindFacts(operation.kind)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """The operations at change number `seq`."""
+    """The operations as of change number `seq`."""
 
     seq: int
     operations: list[Row]
 
 
-INTEGER = {"type": "integer"}
+INTEGER_SCHEMA = {"type": "integer"}
 _WAIT_FIELDS = (
     field("waitsFor", TEXT, "What it waits for at this moment.", optional=True),
     field("waitsSince", TIME, "Since when its node is not healthy.", optional=True),
@@ -77,13 +77,13 @@ _PROGRESS_FIELDS = (
     field("startedAt", TIME, optional=True),
     field("finishedAt", TIME, optional=True),
 )
-CAUSE = field(
+CAUSE_FIELD = field(
     "cause",
     TEXT,
     "Of a failure: its error without what differs from node to node; failures with one cause share it.",
     optional=True,
 )
-TARGET = Shape(
+TARGET_SHAPE = Shape(
     "OperationTarget",
     "One node's part of an operation.",
     [
@@ -94,14 +94,14 @@ TARGET = Shape(
         field("file_name", TEXT, optional=True),
         field("phase", TEXT, optional=True),
         field("error", TEXT, optional=True),
-        CAUSE,
+        CAUSE_FIELD,
         field("dismissedAt", TIME, "Since when its failure is off the live list.", optional=True),
         field("current", TEXT, optional=True),
         field("total", TEXT, optional=True),
-        field("current_bytes", INTEGER, optional=True),
-        field("total_bytes", INTEGER, optional=True),
+        field("current_bytes", INTEGER_SCHEMA, optional=True),
+        field("total_bytes", INTEGER_SCHEMA, optional=True),
         field("reason", TEXT, "What it waits for, or what there is to say of its end.", optional=True),
-        field("attempts", INTEGER, "Attempts that failed.", optional=True),
+        field("attempts", INTEGER_SCHEMA, "Attempts that failed.", optional=True),
         field("nextLookAt", TIME, optional=True),
         field(
             "overdueSince",
@@ -114,7 +114,7 @@ TARGET = Shape(
         *_WAIT_FIELDS,
     ],
 )
-WAVES = Shape(
+WAVES_SHAPE = Shape(
     "Waves",
     "An upgrade in waves: the plan, how far it is, and what was chosen. Parts say in which wave they are.",
     [
@@ -132,7 +132,7 @@ WAVES = Shape(
         field("lastReplicas", TEXTS, "Models whose last replica may stop."),
     ],
 )
-FIELDS = (
+OPERATION_FIELDS = (
     field("id", TEXT),
     field("name", TEXT),
     field("fullName", TEXT),
@@ -146,7 +146,7 @@ FIELDS = (
     field("isQueued", FLAG),
     field("cancellable", FLAG),
     field("message", TEXT),
-    field("attempts", INTEGER),
+    field("attempts", INTEGER_SCHEMA),
     field("nextLookAt", TIME),
     field(
         "givesUpAt",
@@ -156,41 +156,41 @@ FIELDS = (
     ),
     field("requestID", TEXT),
     field("actor", TEXT),
-    field("seq", INTEGER),
+    field("seq", INTEGER_SCHEMA),
     field("createdAt", TIME),
     field("nodeID", UUID, optional=True),
     field("nodeName", TEXT, optional=True),
     field("phase", TEXT, optional=True),
-    field("currentBytes", INTEGER, optional=True),
-    field("totalBytes", INTEGER, optional=True),
+    field("currentBytes", INTEGER_SCHEMA, optional=True),
+    field("totalBytes", INTEGER_SCHEMA, optional=True),
     field("error", TEXT, optional=True),
-    CAUSE,
+    CAUSE_FIELD,
     field("dismissedAt", TIME, "When the failure was dismissed.", optional=True),
     field("dismissedBy", TEXT, optional=True),
     field("dismissedComment", TEXT, optional=True),
     field("allNodes", FLAG, "Requested for all nodes that could take it.", optional=True),
     field("clientAddress", TEXT, optional=True),
-    field("waves", WAVES.ref, optional=True),
-    field("nodes", TARGET.many, optional=True),
+    field("waves", WAVES_SHAPE.ref, optional=True),
+    field("nodes", TARGET_SHAPE.many, optional=True),
     *_PROGRESS_FIELDS,
     *_WAIT_FIELDS,
 )
-OPERATION = Shape(
+OPERATION_SHAPE = Shape(
     "Operation",
     "One operation (`contract/http-api.md` §3.2), with its kind, status, sequence and next look.",
-    FIELDS,
+    OPERATION_FIELDS,
 )
 
 
 def target_as_dict(target: OperationTarget, element: str = "") -> Row:
     """Return the target in wire form. A stock page reads the reason of a wait from `error` (§3.2).
 
-    `element` is the name that is removed from the cause of its failure.
+    `element` is the name that is removed from the error text, so that equal causes have equal texts.
     """
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
     runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
     has_explanation = target.waits_for_node or target.attempts or target.overdue_since
-    row = TARGET.of(
+    row = TARGET_SHAPE.of(
         node_id=str(target.node_id),
         node_name=target.node_name,
         status=target.status,
@@ -218,12 +218,12 @@ def target_as_dict(target: OperationTarget, element: str = "") -> Row:
     return row
 
 
-def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> Row | None:
-    """Return the state of an upgrade in waves; None for other operations."""
+def _wave_state(operation: Operation, targets: Iterable[OperationTarget]) -> Row | None:
+    """Return the state of an operation in waves; None for other operations."""
     if not operation.waves:
         return None
     plan = operation.payload["waves"]
-    return WAVES.of(
+    return WAVES_SHAPE.of(
         state=operation.waves,
         open=operation.open_wave,
         count=len({target.wave for target in targets if target.wave is not None}),
@@ -244,7 +244,7 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Ro
     targets, kind = list(targets), facts_of(operation)
     runs, rests = operation.status == Status.PROCESSING, operation.status in _RESTING_STATUSES
     name = operation.element.rpartition("@")[2]
-    return OPERATION.of(
+    return OPERATION_SHAPE.of(
         id=operation.element,
         name=name,
         fullName=operation.element,
@@ -282,16 +282,16 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Ro
         lastProgressAt=_iso_time(operation.last_progress_at) if runs else "",
         timeLimitAt=_iso_time(operation.time_limit_at) if runs else "",
         givesUpAt=_iso_time(operation.needed_until) if rests else "",
-        waves=_waves(operation, targets),
+        waves=_wave_state(operation, targets),
     )
 
 
-def _rows(operations: Iterable[Operation]) -> list[Row]:
+def _to_dicts(operations: Iterable[Operation]) -> list[Row]:
     return [as_dict(operation, operation.targets.all()) for operation in operations]
 
 
 def current_seq() -> int:
-    """Return the number of the last committed change."""
+    """Return the number of the latest committed change."""
     return models.Sequence.objects.values_list("value", flat=True).first() or 0
 
 
@@ -306,10 +306,12 @@ def shared_snapshot() -> Iterator[None]:
 
 
 def snapshot() -> Feed:
-    """Return the live list (active, and failures not dismissed), oldest first."""
+    """Return the live list: active operations and undismissed failures, oldest first."""
     with shared_snapshot():
         seq = current_seq()
-        return Feed(seq, _rows(Operation.objects.listed().order_by("created_at").prefetch_related("targets")))
+        return Feed(
+            seq, _to_dicts(Operation.objects.listed().order_by("created_at").prefetch_related("targets"))
+        )
 
 
 def since(seq: int) -> Feed:
@@ -317,10 +319,10 @@ def since(seq: int) -> Feed:
     with shared_snapshot():
         latest = current_seq()
         changed = Operation.objects.filter(seq__gt=seq).order_by("seq").prefetch_related("targets")
-        return Feed(latest, _rows(changed))
+        return Feed(latest, _to_dicts(changed))
 
 
-PARTIAL = "partial"
+PARTIAL_KEY = "partial"
 """Key of a change whose `nodes` contains only the changed targets."""
 
 
@@ -329,34 +331,38 @@ def change_of(
     targets: Sequence[OperationTarget],
     moved: Collection[OperationTarget] | None = None,
 ) -> Row:
-    """Return the change for readers with the previous state. `moved` are the changed targets.
+    """Return the entry of a changed operation. `moved` are the changed targets.
 
-    With `moved` the unchanged targets are omitted, and the change is marked `partial`.
+    With `moved` the entry is `partial`: it lacks the unchanged targets, which the reader knows from earlier
+    changes.
     """
     if moved is None or len(moved) == len(targets):
         return as_dict(operation, targets)
     name = operation.element.rpartition("@")[2]
-    row = as_dict(operation) | {"nodes": [target_as_dict(target, name) for target in moved], PARTIAL: True}
-    if (waves := _waves(operation, targets)) is not None:
+    row = as_dict(operation) | {
+        "nodes": [target_as_dict(target, name) for target in moved],
+        PARTIAL_KEY: True,
+    }
+    if (waves := _wave_state(operation, targets)) is not None:
         row["waves"] = waves
     return row
 
 
 def merge_changes(changes: Iterable[Row]) -> list[Row]:
-    """Merge the changes to one per operation, in the order of each operation's last change."""
+    """Merge changes to one entry per operation, in the order of each operation's last change."""
     last: dict[str, Row] = {}
     for change in changes:
         before = last.pop(change["jobID"], None)
         last[change["jobID"]] = (
-            change if before is None or PARTIAL not in change else _merge_change(before, change)
+            change if before is None or PARTIAL_KEY not in change else _merge_change(before, change)
         )
     return list(last.values())
 
 
 def _merge_change(before: Row, change: Row) -> Row:
-    """Merge a partial change into an earlier change, which may be complete."""
+    """Merge a partial change into an earlier one, which may be complete."""
     nodes = {part["node_id"]: part for part in (*before.get("nodes", ()), *change["nodes"])}
     merged = {**change, "nodes": list(nodes.values())}
-    if PARTIAL not in before:
-        del merged[PARTIAL]
+    if PARTIAL_KEY not in before:
+        del merged[PARTIAL_KEY]
     return merged

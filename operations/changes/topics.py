@@ -7,7 +7,7 @@ messages, the cursors read the changes from the rows a little later.
 A `Cursor` is the position of one reader. The channel layer may lose, duplicate or reorder changes. A change
 after a quiet period is yielded at once; the changes that closely follow it are batched. If a gap in the
 numbers does not close while a batch is gathered, the cursor reads the rows; it also reads them every few
-seconds. A slow reader buffers no more than `MAX_RECEIVED` changes and then catches up from the rows.
+seconds. A slow reader buffers no more than `MAX_RECEIVED_CHANGES` changes and then catches up from the rows.
 """
 
 import asyncio
@@ -26,28 +26,27 @@ from localai_cluster.kit import cancellation, clock
 from localai_cluster.web.sockets import Scope, encode_message, query_number
 from operations.changes import feed
 from operations.changes.events import GROUP
-from operations.changes.feed import PARTIAL, merge_changes
+from operations.changes.feed import PARTIAL_KEY, merge_changes
 
 log = logging.getLogger(__name__)
 
-READ_EVERY = 5.0
-"""Seconds between two reads of the rows when nothing is received."""
-RETRY_READ_AFTER = 1.0
+READ_INTERVAL = 5.0
+"""Seconds between two reads of the rows if no change is received."""
+RETRY_READ_INTERVAL = 1.0
 """Seconds between two reads of the rows while the database cannot be read."""
-GATHER = 0.05
+GATHER_SECONDS = 0.05
 """Minimum seconds between two updates: ten thousand changes a minute become twenty messages a second."""
-FARTHEST_BACK = 1000
-"""Maximum number of missed changes that are sent; a client that missed more gets a snapshot."""
-MAX_RECEIVED = 1000
+MAX_MISSED_CHANGES = 1000
+"""Maximum number of changes that a client can catch up on; after more it gets a snapshot."""
+MAX_RECEIVED_CHANGES = 1000
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update for a reader: a snapshot (`whole`), or the changes in order; `seq` is the reader's new
-    position.
+    """One step of a reader: a snapshot (`whole`), or the changes in order.
 
-    The update from `after` to `seq` is equal for all readers. If `after` is None, the rows were read for this
-    reader.
+    `seq` is the reader's new position. The update from `after` to `seq` is equal for all readers. If `after`
+    is None, the rows were read for this reader.
     """
 
     whole: bool
@@ -56,13 +55,13 @@ class Update:
     after: int | None = None
 
 
-def read(since: int | None) -> Update:
-    """Return the changes after `since`.
+def read_update(since: int | None) -> Update:
+    """Read the changes after `since` as an update.
 
-    Return a snapshot if the changes are too many, or if `since` is None or invalid. Without changes, which is
+    It is a snapshot if the changes are too many, or if `since` is None or invalid. Without changes, which is
     the usual case, it costs one query: every open page calls this periodically.
     """
-    if since is None or not 0 <= (behind := feed.current_seq() - since) <= FARTHEST_BACK:
+    if since is None or not 0 <= (behind := feed.current_seq() - since) <= MAX_MISSED_CHANGES:
         current = feed.snapshot()
         return Update(True, current.seq, current.operations)
     if not behind:
@@ -71,27 +70,27 @@ def read(since: int | None) -> Update:
     return Update(False, missed.seq, missed.operations)
 
 
-_read_rows = database_sync_to_async(read)
+_read_rows = database_sync_to_async(read_update)
 
 
 def gather_seconds(update_age: float, has_gap: bool) -> float:
-    """Return the seconds for which received changes are gathered; a gap may close meanwhile."""
-    return GATHER if has_gap else max(GATHER - update_age, 0.0)
+    """Return how long to gather changes before an update; a gap in the numbers may close meanwhile."""
+    return GATHER_SECONDS if has_gap else max(GATHER_SECONDS - update_age, 0.0)
 
 
 class Cursor:
-    """A client's position in the stream of changes."""
+    """The position of one client in the stream of changes."""
 
     def __init__(self) -> None:
         self._seq = 0
         self._received: dict[int, dict[str, Any]] = {}
         self._woken = asyncio.Event()
         self._failing = False
-        self._updated_at = -GATHER
+        self._updated_at = -GATHER_SECONDS
 
     def receive(self, seq: int, operation: dict[str, Any]) -> None:
         """Buffer a change from the channel layer."""
-        if len(self._received) >= MAX_RECEIVED:
+        if len(self._received) >= MAX_RECEIVED_CHANGES:
             self._received.clear()  # the gap makes the cursor read the rows
         self._received[seq] = operation
         self._woken.set()
@@ -101,7 +100,7 @@ class Cursor:
         self._woken.set()
 
     async def updates(self, since: int | None) -> AsyncGenerator[Update, None]:
-        """Yield the update from `since` to the current state, then every change, without end."""
+        """Yield the update from `since` to the present, then every further update, without end."""
         step: Callable[[], Awaitable[Update | None]] = functools.partial(self._read, since)
         while True:
             try:
@@ -140,7 +139,7 @@ class Cursor:
     async def _wait_for_batch(self) -> None:
         """Wait for a change and the batch that follows it, or until the next read is due."""
         try:
-            async with asyncio.timeout(RETRY_READ_AFTER if self._failing else READ_EVERY):
+            async with asyncio.timeout(RETRY_READ_INTERVAL if self._failing else READ_INTERVAL):
                 await self._woken.wait()
         except TimeoutError:
             return
@@ -155,14 +154,14 @@ class Cursor:
         self._failing = True
 
 
-CACHED_TEXTS = 8
-"""Maximum number of cached texts: most readers are at the same position or slightly behind."""
-RETRY_AFTER = 1.0
-"""Seconds before the next try to subscribe."""
+MAX_CACHED_TEXTS = 8
+"""Maximum number of cached message texts: most readers are at the same position or slightly behind."""
+RESUBSCRIBE_SECONDS = 1.0
+"""Seconds between two attempts to subscribe."""
 
 
 class FanOut:
-    """The subscription of a process to the channel layer; it exists while the process has a cursor."""
+    """The subscription of a process to the channel layer. It exists while the process has a reader."""
 
     def __init__(self) -> None:
         self._cursors: set[Cursor] = set()
@@ -170,17 +169,17 @@ class FanOut:
         self._texts: dict[tuple[int, int], str] = {}
 
     def text(self, span: tuple[int, int], render: Callable[[], str]) -> str:
-        """Return the text of the changes in `span`. `render` creates it once for all readers."""
+        """Return the message with the changes in `span`; `render` creates it once for all readers."""
         message = self._texts.get(span)
         if message is None:
-            if len(self._texts) >= CACHED_TEXTS:
+            if len(self._texts) >= MAX_CACHED_TEXTS:
                 del self._texts[next(iter(self._texts))]
             message = self._texts[span] = render()
         return message
 
     @contextlib.asynccontextmanager
     async def subscribe(self, cursor: Cursor) -> AsyncIterator[None]:
-        """Pass each change of the channel layer to the cursor during the block."""
+        """Pass each change of the channel layer to the cursor while the block runs."""
         self._cursors.add(cursor)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="operations fan-out")
@@ -212,7 +211,7 @@ class FanOut:
                 if not failing:
                     log.warning("changes of operations are not received: %r; retrying", error)
                 failing = True
-                await asyncio.sleep(RETRY_AFTER)
+                await asyncio.sleep(RESUBSCRIBE_SECONDS)
 
 
 @contextlib.asynccontextmanager
@@ -227,24 +226,24 @@ async def _subscription() -> AsyncIterator[tuple[Any, str]]:
             await layer.group_discard(GROUP, channel)
 
 
-_shared = FanOut()
+_shared_fan_out = FanOut()
 
 
-def shared() -> FanOut:
+def shared_fan_out() -> FanOut:
     """Return the fan-out of this process."""
-    return _shared
+    return _shared_fan_out
 
 
 async def _updates(since: int | None) -> AsyncGenerator[Update, None]:
-    """Yield the update from `since` to the current state, then every change, without end."""
+    """Yield the update from `since` to the present, then every further update, without end."""
     cursor = Cursor()
-    async with shared().subscribe(cursor):
+    async with shared_fan_out().subscribe(cursor):
         async for update in cursor.updates(since):
             yield update
 
 
 async def single_changes(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield for `/ws/operations` a snapshot, then one message per change; `?since=` resumes."""
+    """Yield the messages of `/ws/operations`: a snapshot, then one message per change; `?since=` resumes."""
     async with contextlib.aclosing(_updates(query_number(scope, "since"))) as stream:
         async for update in stream:
             if update.whole:
@@ -253,11 +252,11 @@ async def single_changes(scope: Scope) -> AsyncGenerator[str, None]:
             for change in update.operations:
                 operation, partial = _split(change)
                 message = {"type": "delta", "seq": operation["seq"], "operation": operation}
-                yield encode_message(message | ({PARTIAL: True} if partial else {}))
+                yield encode_message(message | ({PARTIAL_KEY: True} if partial else {}))
 
 
 async def grouped_changes(scope: Scope) -> AsyncGenerator[str, None]:
-    """Yield for `/ws/feed` one message per batch of changes; `?operations=` resumes."""
+    """Yield the messages of `/ws/feed`: one per batch of changes; `?operations=` resumes."""
     async with contextlib.aclosing(_updates(query_number(scope, "operations"))) as stream:
         async for update in stream:
             if update.whole:
@@ -266,7 +265,7 @@ async def grouped_changes(scope: Scope) -> AsyncGenerator[str, None]:
             elif update.after is None:
                 yield _group(update)
             else:
-                yield shared().text((update.after, update.seq), functools.partial(_group, update))
+                yield shared_fan_out().text((update.after, update.seq), functools.partial(_group, update))
 
 
 def _group(update: Update) -> str:
@@ -276,9 +275,9 @@ def _group(update: Update) -> str:
         operations.append(operation)
         partial += [operation["jobID"]] if is_partial else []
     message = {"type": "operations.delta", "seq": update.seq, "operations": operations}
-    return encode_message(message | ({PARTIAL: partial} if partial else {}))
+    return encode_message(message | ({PARTIAL_KEY: partial} if partial else {}))
 
 
 def _split(change: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the operation in its documented form, and True if it has only the changed targets."""
-    return {key: value for key, value in change.items() if key != PARTIAL}, PARTIAL in change
+    """Return the operation in its documented form, and True if the change was partial."""
+    return {key: value for key, value in change.items() if key != PARTIAL_KEY}, PARTIAL_KEY in change

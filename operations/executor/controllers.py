@@ -10,22 +10,22 @@ from localai_cluster import __version__
 from localai_cluster.kit.transactions import committed
 from operations.models import ControllerBeat
 
-BEAT_EVERY = 3.0
-SILENT_AFTER = 15.0
+HEARTBEAT_INTERVAL = 3.0
+SILENCE_LIMIT = 15.0
 """Seconds without a heartbeat after which a controller counts as dead."""
-_DELETED_AFTER = timedelta(minutes=5)
+_DELETE_AFTER = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class LastHeartbeats:
-    """The last heartbeat of any controller, and of any controller with a connection to the bus."""
+    """The latest heartbeat of any controller, and of any controller that is connected to the bus."""
 
     at: datetime | None = None
     connected_at: datetime | None = None
 
 
 def write_heartbeat(owner: str, *, bus_connected: bool, now: datetime) -> None:
-    """Write the heartbeat of the controller `owner`, and delete the rows of dead controllers."""
+    """Store the heartbeat of the controller `owner`, and delete the rows of dead controllers."""
     with committed("controllers.beat"):
         ControllerBeat.objects.bulk_create(
             [ControllerBeat(owner=owner, seen_at=now, bus_connected=bus_connected, version=__version__)],
@@ -33,17 +33,17 @@ def write_heartbeat(owner: str, *, bus_connected: bool, now: datetime) -> None:
             unique_fields=["owner"],
             update_fields=["seen_at", "bus_connected", "version"],
         )
-        ControllerBeat.objects.filter(seen_at__lt=now - _DELETED_AFTER).delete()
+        ControllerBeat.objects.filter(seen_at__lt=now - _DELETE_AFTER).delete()
 
 
 def delete_heartbeat(owner: str) -> None:
-    """Delete the row of the controller `owner`, which is about to end."""
+    """Delete the row of the controller `owner`, because it is about to end."""
     with committed("controllers.sign_off"):
         ControllerBeat.objects.filter(owner=owner).delete()
 
 
 def last_heartbeats() -> LastHeartbeats:
-    """Return the last heartbeats; one query."""
+    """Return the latest heartbeats; one query."""
     rows = list(ControllerBeat.objects.values_list("seen_at", "bus_connected"))
     return LastHeartbeats(
         at=max((at for at, _ in rows), default=None),

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Claimed(Protocol):
-    """A claimed item under a lease; the log contains its `str`."""
+    """An item that this process has claimed under a lease; its `str` is for the log."""
 
     @property
     def id(self) -> UUID:
@@ -63,19 +63,22 @@ class Queue(Protocol[C]):
 
     name: str
     slots: int
-    """Number of items that one executor runs concurrently."""
+    """Maximum number of items that one executor runs at the same time."""
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[C]:
         """Claim up to `limit` due items under a lease of `lease` seconds."""
 
     def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-        """Extend the leases of `owner` on `ids`. Return the fences of the ids that the owner still holds."""
+        """Extend the leases of `owner` on `ids`.
+
+        Return the fences of those ids whose lease the owner still has.
+        """
 
     def release(self, owner: str, *, now: datetime) -> int:
-        """Release all items of `owner`. Return the number of items."""
+        """Give back all items of `owner`, so that another executor can claim them. Return their number."""
 
     def reap(self) -> None:
-        """Requeue the items whose lease has expired, of any process."""
+        """Requeue the items of any process whose lease has expired."""
 
     async def execute(self, claimed: C, /) -> None:
         """Run one attempt and record its outcome; raise LeaseLost or a DatabaseError if that fails."""
@@ -84,7 +87,7 @@ class Queue(Protocol[C]):
         """Set the callback for attempts whose report was refused, because they have lost their lease."""
 
     def forget(self, attempt: Attempt) -> None:
-        """Drop the unwritten reports of an attempt that has ended."""
+        """Drop the unwritten progress reports of an attempt that has ended."""
 
     def close(self) -> None:
         """Stop writing reports, because the executor stops."""
@@ -104,7 +107,7 @@ class LeaseKeeper:
         self._link: Any = None
 
     async def renew(self, fences: Mapping[UUID, int]) -> dict[UUID, int]:
-        """Extend the leases on these ids. Return the fences of the ids that the owner still holds.
+        """Extend the leases on these ids. Return the fences of those ids whose lease the owner still has.
 
         Raises TimeoutError after half a lease.
         """
@@ -149,18 +152,18 @@ def _disconnect() -> None:
     connection.close()
 
 
-POLL_EVERY = 1.0
+POLL_INTERVAL = 1.0
 """Seconds between two polls of the rows without a wake-up."""
 MAX_CLAIM_ITEMS = 1024
-"""Maximum number of items of one claim.
+"""Upper bound of the number of items in one claim.
 
 The limit is halved after a claim that took a quarter of a lease, and doubled after a faster full claim. A
 lease counts from the beginning of the claim, so on a busy machine a large claim would outlast its leases.
 """
-MIN_PARALLEL = 128
-"""Minimum of that limit: a claim of 64 items costs a third of a claim of a thousand."""
+MIN_CLAIM_ITEMS = 128
+"""Lower bound of the claim limit: a claim of 64 items costs a third of a claim of a thousand."""
 _RENEWALS_PER_LEASE = 8
-"""A renewal skips rows that are locked at that moment, so each lease gets several renewals."""
+"""Renewals in the time of one lease. Several are needed, because a renewal skips rows that are locked."""
 
 
 class Executor(Generic[C]):
@@ -170,7 +173,7 @@ class Executor(Generic[C]):
         self._owner, self._queue, self._lease = owner, queue, lease
         self._tasks: dict[UUID, tuple[int, asyncio.Task[None]]] = {}
         self._claims = PeriodicTask(
-            f"claims of {queue.name}", self._claim_due, interval=POLL_EVERY, retry_on=(DatabaseError,)
+            f"claims of {queue.name}", self._claim_due, interval=POLL_INTERVAL, retry_on=(DatabaseError,)
         )
         self._renewals = PeriodicTask(
             f"leases of {queue.name}", self._renew_leases, interval=lease / _RENEWALS_PER_LEASE
@@ -189,7 +192,7 @@ class Executor(Generic[C]):
         return len(self._tasks)
 
     def wake(self, *, cancelled: bool = False) -> None:
-        """Wake the executor, because an item may be due or cancelled."""
+        """Poll the rows soon, because an item may be due or was cancelled."""
         self._claims.wake()
         if cancelled:
             self._renewals.wake()
@@ -205,7 +208,7 @@ class Executor(Generic[C]):
             await self._keeper.close()
 
     async def stop(self) -> None:
-        """Cancel the running attempts and release their operations at once."""
+        """Cancel the running attempts and give back their items at once."""
         self._stopping = True
         self._claims.stop()
         self._renewals.stop()
@@ -240,7 +243,7 @@ class Executor(Generic[C]):
                 self._queue.claim, self._owner, now=clock.now(), lease=self._lease, limit=limit
             )
             if clock.monotonic() - begun > self._lease / 4:
-                self._at_once = max(limit // 2, MIN_PARALLEL)
+                self._at_once = max(limit // 2, MIN_CLAIM_ITEMS)
             elif len(claimed) == self._at_once:
                 self._at_once = min(2 * self._at_once, MAX_CLAIM_ITEMS)
             for claim in claimed:
@@ -272,7 +275,7 @@ class Executor(Generic[C]):
             self._cancel_attempts([attempt[0]])
 
     def _is_running_here(self, attempt: Attempt) -> bool:
-        """Return True if this process runs exactly this attempt. Later attempts do not count."""
+        """Return True if this process runs this attempt and no other attempt at the item."""
         current = self._tasks.get(attempt[0])
         return current is not None and current[0] == attempt[1]
 
@@ -294,8 +297,8 @@ class Executor(Generic[C]):
     def _cancel_attempts(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
         """Cancel these attempts and stop renewing their leases.
 
-        The lease loop does not wait for the end of the attempts, because a slow one would cost all others
-        their leases.
+        The lease loop does not wait for the end of the attempts: a slow one would cost all others their
+        leases.
         """
         attempts = [self._tasks.pop(id)[1] for id in ids if id in self._tasks]
         for attempt in attempts:
@@ -315,7 +318,7 @@ class Executor(Generic[C]):
 
 
 class OperationQueue:
-    """Queue of operations. The handler of its kind runs each operation."""
+    """Queue of operations; the handler of the operation's kind runs an attempt."""
 
     name = "operations"
 
@@ -363,7 +366,7 @@ class OperationQueue:
             attempt.outcome = await self._attempt(work)
 
     async def _attempt(self, work: Work) -> Event:
-        """Run the handler, record the outcome and return its event."""
+        """Run the handler, record the outcome, and return the event of the transition."""
         handler = self._handlers.get(work.operation.kind)
         try:
             if handler is None:

@@ -32,14 +32,14 @@ async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
 
 
 async def write_batch(batch: Batch) -> set[Attempt]:
-    """Write reports on operations in one of the shared threads."""
+    """Write the progress reports of operations in one of the shared threads."""
     return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
 
 
 class Postpone(Exception):
     """Ends the attempt and requeues the operation: retry in `seconds`, because of `reason`.
 
-    With `waiting` the operation waits for a node: a change of a node that could take it ends the wait early,
+    With `waiting` the operation waits for a node: a change of a node that could run it ends the wait early,
     and the attempt does not count. Otherwise the pause is a back-off, which is never cut short.
     """
 
@@ -51,7 +51,7 @@ class Postpone(Exception):
 
 
 class Abandoned(Exception):
-    """Ends the operation as cancelled with this reason: no request waits for the outcome any more."""
+    """Ends the operation as cancelled, because no request waits for its outcome any more."""
 
 
 @dataclass(frozen=True)
@@ -68,32 +68,33 @@ class Work:
 
     @property
     def attempt(self) -> Attempt:
-        """Id of the operation and fence of the attempt."""
+        """Id of the operation, and fence of this attempt."""
         return self.id, self.operation.fence
 
     async def report(self, tick: Tick) -> None:
-        """Report the attempt's next step. Raise LeaseLost if the attempt has lost the operation."""
+        """Add the next step to the next batch. Raise LeaseLost if the attempt has lost the operation."""
         self.recorder.add(self.attempt, [tick])
         await in_thread(attempts.confirm, *self.attempt)
 
     def progress(self, tick: Tick) -> None:
-        """Report progress, as often as needed: the next batch writes the latest figures.
+        """Add a progress report to the next batch, which writes only the latest figures.
 
-        The executor cancels an attempt that has lost its operation.
+        Call it as often as needed. The executor cancels an attempt that has lost its operation.
         """
         self.recorder.add(self.attempt, [tick])
 
 
 Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]
+"""Function that runs an attempt and returns the operation's result."""
 
 
 def retry_delay(attempts: int) -> float:
-    """Return the seconds until the next attempt, after `attempts` early ends: 1, 2, 4 … 30."""
+    """Return the seconds until the next attempt, after `attempts` that ended early: 1, 2, 4 … 30."""
     return backoff.delay(attempts + 1, first=1.0, longest=30.0)
 
 
 class Watch:
-    """The wake-ups of one waiter for one operation."""
+    """The wake-ups of one waiter that waits for one operation."""
 
     def __init__(self) -> None:
         self._notified = asyncio.Event()
@@ -103,9 +104,9 @@ class Watch:
         self._notified.set()
 
     async def changed(self, *, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a wake-up. Return True if there was one.
+        """Wait up to `timeout` seconds for a wake-up; return True if there was one.
 
-        A wake-up since the previous call counts at once.
+        A wake-up since the previous call counts too.
         """
         try:
             # Not `wait_for`: Python 3.11's swallows a cancellation that arrives together with the wake-up.
@@ -118,13 +119,13 @@ class Watch:
 
 
 class WakeUps:
-    """The watches of this process, by operation id."""
+    """The waiters of this process, by the id of the operation that they wait for."""
 
     def __init__(self) -> None:
         self._watches: dict[str, set[Watch]] = {}
 
     def notify(self, operation_id: str) -> None:
-        """Wake all waiters of this operation. The empty id, after lost notifications, wakes all waiters."""
+        """Wake all waiters of this operation. An empty id, after lost notifications, wakes every waiter."""
 
         groups = self._watches.values() if not operation_id else (self._watches.get(operation_id, set()),)
         for group in groups:

@@ -1,7 +1,7 @@
 """Admission and user actions on operations: create, join, extend the need, cancel, dismiss a failure.
 
-Any number of requests is admitted in one transaction with a constant number of statements. Locks are taken
-in one order: the owners of the keys by their hashes, the keys of new operations, then rows by their ids.
+Any number of requests is admitted in one transaction with a constant number of statements. Locks are taken in
+one order: the owners of the keys by their hashes, the keys of new operations, then rows by their ids.
 """
 
 from collections import defaultdict
@@ -50,19 +50,19 @@ _MAX_TRIES = 3
 
 @dataclass(frozen=True)
 class Admission:
-    """The operation that serves a request. `created` is True if this request created the operation."""
+    """The operation that serves a request; `created` is False if the request joined an active operation."""
 
     operation: Operation
     created: bool
 
 
 Outcome = Admission | errors.ClusterError
-"""The outcome of a request: the operation that serves it, or the refusal."""
+"""The result of a request: the operation that serves it, or the error with which it was refused."""
 
 
 @dataclass(frozen=True)
 class Requester:
-    """The origin of a request, for the history: user, request id and client address."""
+    """Who requests an operation: user, request id and client address, for the history."""
 
     actor: str
     request_id: str = ""
@@ -71,7 +71,7 @@ class Requester:
 
 @dataclass(frozen=True)
 class OperationRequest:
-    """A request for an operation: its immutable columns."""
+    """A request for an operation: the values of its columns that never change."""
 
     kind: str
     key: str
@@ -85,11 +85,11 @@ class OperationRequest:
     joins: bool = True
     """True if the request may join an active operation.
 
-    False: the operation gets the lowest free key suffix from 1, because the request's own suffix is for
-    requests that join.
+    False: it creates a new operation with the lowest free key suffix from 1, because the suffix in its key is
+    for requests that join.
     """
     repeats: Operation | None = None
-    """The operation that the request repeats.
+    """The failed operation that the request repeats.
 
     Its failures on the request's targets are dismissed in the same transaction.
     """
@@ -98,8 +98,7 @@ class OperationRequest:
 def admit(request: OperationRequest, *, now: datetime) -> Admission:
     """Create the operation, or join the active operation of the same key and kind (O34).
 
-    Raises Conflict if an operation of another kind is active on the key, or on another suffix of the key's
-    owner.
+    Raises Conflict if an operation of another kind is active on the key, or on the key with another suffix.
     """
     (outcome,) = admit_many([request], now=now)
     return require(outcome)
@@ -134,7 +133,7 @@ def admit_many(requests: Sequence[OperationRequest], *, now: datetime) -> list[O
 
 
 def exclusion_error(existing: Operation) -> errors.Conflict:
-    """Return the Conflict for a request that this active operation excludes."""
+    """Return the error for a request that cannot start because this operation is active."""
     return errors.Conflict(
         f"{existing.kind} of {existing.element} is in progress (operation {existing.id}, {existing.status})",
         operation=existing.id,
@@ -146,7 +145,7 @@ def exclusion_error(existing: Operation) -> errors.Conflict:
 def _admit(
     requests: Sequence[OperationRequest], joined: Sequence[Outcome | None], now: datetime
 ) -> list[Outcome]:
-    """Admit the requests that could not join without a lock, and write all changes."""
+    """Admit the requests that need the locks, because they cannot join, and write all changes."""
     rest = [request for request, outcome in zip(requests, joined, strict=True) if outcome is None]
     if not rest and not any(request.repeats for request in requests):
         outcomes: list[Outcome] = [outcome for outcome in joined if outcome is not None]
@@ -179,7 +178,7 @@ def _lock_owners(requests: Sequence[OperationRequest]) -> OperationQuerySet:
 
 
 class _ActiveOperations:
-    """The active operations among some operations, and the new operations of this transaction."""
+    """The active operations that the requests may join or conflict with, and those created so far."""
 
     def __init__(self, operations: OperationQuerySet) -> None:
         self._by_key: dict[str, Operation] = {}
@@ -188,7 +187,7 @@ class _ActiveOperations:
             self._add(operation)
 
     def join(self, request: OperationRequest) -> Outcome | None:
-        """Return the admission to the active operation of the request's key, the refusal, or None."""
+        """Return the active operation that serves the request, the refusal, or None if neither exists."""
         existing = self._by_key.get(request.key) if request.joins else None
         if existing is None:
             return None
@@ -221,13 +220,11 @@ class _ActiveOperations:
 
 
 def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now: datetime) -> list[Operation]:
-    """Save the new operations and their changes of other operations.
+    """Save the new operations, and the changes of operations that they join or replace.
 
-    Return all changed operations, new ones last.
-
-    A step of the caller's transaction: the caller emits the returned operations. A failure with the key of a
-    new operation is superseded, and a repeated failure is dismissed: both leave the live list and stay in the
-    history. The caller saves the targets of an operation that runs by its targets.
+    Return all changed operations, new ones last. The caller emits them at the end of its transaction, and
+    saves the targets of an operation that runs by its targets. A failure with the key of a new operation is
+    superseded, and a repeated failure is dismissed: both leave the live list and stay in the history.
     """
     created = {it.operation.key: it.operation for _, it in served if it.created}
     # Two transactions wait for each other's keys in one order.
@@ -250,7 +247,7 @@ def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now:
 
 
 def _needs(served: Sequence[tuple[OperationRequest, Admission]]) -> dict[UUID, datetime]:
-    """Return the time until which each joined operation is needed, if a request has a time."""
+    """Return, for each joined operation, the latest time until which a request needs it."""
     needs: dict[UUID, datetime] = {}
     for request, admission in served:
         if request.needed_until is not None and not admission.created:
@@ -262,12 +259,10 @@ def _needs(served: Sequence[tuple[OperationRequest, Admission]]) -> dict[UUID, d
 def _dismiss_repeated(
     served: Sequence[tuple[OperationRequest, Admission]], failures: Sequence[Operation], now: datetime
 ) -> list[Operation]:
-    """Dismiss the superseded or repeated failures, and write their audit entries.
+    """Dismiss the superseded and repeated failures, and write their audit entries.
 
-    Return the dismissed operations.
-
-    If an operation has several targets, only the repeated targets are dismissed: a failure on another node
-    still needs a decision.
+    Return the dismissed operations. If an operation has several targets, only the repeated targets are
+    dismissed: a failure on another node still needs a decision.
     """
     by_id, by_key = {row.id: row for row in failures}, defaultdict[str, list[Operation]](list)
     for row in failures:
@@ -325,7 +320,7 @@ def new_operation(
 
 
 def audit_entry(did: str, operation: Operation, detail: str = "") -> Change:
-    """Return the audit entry of a user's action on an operation."""
+    """Return the audit entry for what a user did to an operation."""
     where = f" on {operation.node_name}" if operation.node_name else ""
     # The query of a URL may be a signature, and the audit outlives the history.
     element = public_url(operation.element) if "://" in operation.element else operation.element
@@ -338,7 +333,7 @@ def dismiss(
 ) -> Operation:
     """Dismiss a failure, so that it leaves all live lists (O52). A dismissed failure stays unchanged.
 
-    With `nodes`, dismiss only the failures on these nodes; the last dismissed target also dismisses the
+    With `nodes`, dismiss only the failures on these nodes; when the last target is dismissed, so is the
     operation. Raises NotFound, InvalidInput for nodes without a failure, and Conflict with the status of an
     operation that has not failed.
     """
@@ -362,14 +357,14 @@ def dismiss(
 
 
 def undismissable_reason(operation: Operation) -> str:
-    """Return the reason why an operation that has not failed cannot be dismissed."""
+    """Return why the operation cannot be dismissed: it has not failed."""
     return f"the operation is {operation.status}: only a failure can be dismissed"
 
 
 def dismiss_many(
     operation_ids: Collection[UUID], *, actor: str, now: datetime, comment: str = ""
 ) -> Sequence[Operation]:
-    """Dismiss the failed ones of these operations. Return all existing ones.
+    """Dismiss the failures among these operations. Return all operations that exist.
 
     One transaction with a constant number of statements.
     """
@@ -393,7 +388,7 @@ def _dismiss_on(
     now: datetime,
     comment: str,
 ) -> Change:
-    """Dismiss the chosen targets of a failed operation; the last target also dismisses the operation.
+    """Dismiss the chosen targets of a failed operation, and the operation with its last target.
 
     The caller saves the rows, and records the returned audit entry.
     """
@@ -422,7 +417,7 @@ def lock_operation(operation_id: UUID) -> Operation:
 def cancel(
     operation_id: UUID, *, actor: str, now: datetime, notes: Mapping[UUID, str] | None = None
 ) -> Operation:
-    """Cancel the operation and its targets (O54, A67). A running attempt loses its fence.
+    """Cancel the operation and its targets (O54, A67). A running attempt can write nothing any more.
 
     `notes` maps an intent's id to the reason that its target shows. With several targets the message has the
     numbers of targets that are cancelled now and that had ended before. Raises NotFound, and Conflict if the
@@ -465,7 +460,7 @@ def cancel(
 
 
 def extend_need(times: Mapping[UUID, datetime]) -> None:
-    """Extend the times until which requests need the operations. A time is never shortened."""
+    """Store until when requests need these operations; a stored time is never shortened."""
     if not times:
         return
     with committed("ledger.need"), connection.cursor() as cursor:

@@ -37,7 +37,7 @@ def leased_operations() -> OperationQuerySet:
 
 
 def lock_owned(operation_id: UUID, fence: int) -> Operation:
-    """Lock the operation of the attempt and return it. Raise LeaseLost if the attempt does not own it."""
+    """Lock the operation and return it. Raise LeaseLost if it is not owned by the attempt with this fence."""
     operation = leases.lock_attempt_rows(leased_operations(), [(operation_id, fence)]).get(operation_id)
     if operation is None:
         raise leases.LeaseLost(str(operation_id))
@@ -47,7 +47,7 @@ def lock_owned(operation_id: UUID, fence: int) -> Operation:
 def end_target(
     operation_id: UUID, fence: int, node_id: UUID, status: TargetStatus, error: str = "", *, now: datetime
 ) -> None:
-    """End the target on one node and publish it; see `end_targets` and `publish_targets`.
+    """End the operation's target on one node and publish it; see `end_targets` and `publish_targets`.
 
     Raises NotFound if the operation has no target on the node, and ValueError unless the status is final.
     """
@@ -62,7 +62,7 @@ def end_target(
 
 
 def end_targets(operation_id: UUID, outcomes: Mapping[UUID, tuple[TargetStatus, str]]) -> int:
-    """End the targets on these nodes with status and error. Return the number of targets that ended now.
+    """End the targets on these nodes with status and error. Return how many had not ended before.
 
     Their progress stays (O70). The caller owns the operation in its transaction, and publishes the targets
     later.
@@ -77,7 +77,10 @@ def end_targets(operation_id: UUID, outcomes: Mapping[UUID, tuple[TargetStatus, 
 
 
 def publish_targets(operation_id: UUID, fence: int, node_ids: Collection[UUID], *, now: datetime) -> None:
-    """Aggregate the operation's targets, and publish the targets on these nodes. Raises LeaseLost."""
+    """Derive the operation's state from its targets, and publish the targets on these nodes.
+
+    Raises LeaseLost.
+    """
     with committed("ledger.target_done"):
         operation, nodes = lock_owned(operation_id, fence), frozenset(node_ids)
         parts = list(OperationTarget.objects.filter(operation_id=operation_id))
@@ -99,10 +102,10 @@ def finish(
     result: Mapping[str, Any] | None = None,
     ticks: Collection[Tick] = (),
 ) -> None:
-    """End the attempt's operation: complete, fail or cancel. Raises LeaseLost if the attempt has lost it.
+    """End the attempt and its operation: complete, fail or cancel.
 
-    Targets that have already ended keep their status. A completed operation dismisses the failures of its
-    children. `ticks` are unwritten reports.
+    Raises LeaseLost if the attempt has lost it. Targets that have already ended keep their status. A
+    completed operation dismisses the failures of its children. `ticks` are unwritten reports.
     """
     with committed("ledger.finish"):
         operation, error = lock_owned(operation_id, fence), storable(error)
@@ -151,7 +154,7 @@ def put_back(
 ) -> None:
     """End the attempt and requeue the operation, with the reason and the time of the retry (rule 4).
 
-    The retry comes no later than `needed_until`, the time at which the operation is abandoned.
+    The retry comes no later than `needed_until`, because the operation is abandoned at that time.
     """
     with committed("ledger.put_back"):
         operation = lock_owned(operation_id, fence)
@@ -208,7 +211,7 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
 
 
 def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-    """Extend leases, see `leases.renew`."""
+    """Extend the leases of a controller; see `leases.renew`."""
     with committed("ledger.renew"):
         return leases.renew(leased_operations(), owner, ids, now=now, lease=lease)
 
@@ -219,7 +222,7 @@ def confirm(operation_id: UUID, fence: int) -> None:
 
 
 def release(owner: str, *, now: datetime) -> int:
-    """Release all operations of the stopping controller `owner`. Return the number of operations."""
+    """Give back all operations of the stopping controller `owner`. Return their number."""
     with committed("ledger.release"):
         mine = leases.lock_owned_rows(leased_operations(), owner)
         _hand_back(mine, Event.RELEASE, now, "its controller stopped; another one takes over")
@@ -256,7 +259,7 @@ def _hand_back(operations: list[Operation], event: Event, now: datetime, reason:
 
 
 def wake(ids: Collection[UUID], *, now: datetime) -> int:
-    """Make the given operations due now if they wait for nodes. Return the number of changed operations.
+    """Make those of these operations due now that wait for a node. Return the number of changed operations.
 
     A back-off after a failed attempt is not cut short. The rows are locked in the order of their ids, because
     several controllers may wake the same operations.

@@ -55,15 +55,15 @@ class Tick:
     node_name: str = ""
     file_index: int = 0
     total_files: int = 0
-    """Number of files that are sent to the node. Their bytes are counted from the first report about them."""
+    """Number of files that are sent to the node; bytes are counted over all of them."""
     bytes_per_second: int = 0
     progress_at: datetime | None = None
-    """Time of the last progress; None = the time of this report."""
+    """Time at which progress was last made; None = the time of this report."""
     time_limit_at: datetime | None = None
-    """Time at which the step times out."""
+    """Time at which the current step times out."""
 
     def after(self, earlier: Self) -> Self:
-        """Merge this report into an earlier one. A late report does not lower a figure (O69)."""
+        """Return this report merged with an earlier one. A late report does not lower a figure (O69)."""
         same_file = (self.file_name, self.total_files) == (earlier.file_name, earlier.total_files)
         return replace(
             self,
@@ -101,7 +101,7 @@ def record(
 
 
 def apply_last_reports(operation: Operation, ticks: Collection[Tick], now: datetime) -> None:
-    """Apply the last reports of an attempt to its operation, which the caller saves."""
+    """Apply the unwritten reports of an ended attempt to its operation, which the caller saves."""
     if not ticks:
         return
     update_rows(

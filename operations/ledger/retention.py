@@ -10,32 +10,34 @@ from localai_cluster.kit.transactions import committed
 from operations.changes.events import emit
 from operations.models import Operation, Status
 
-DELETED_PER_TRANSACTION = 1000
+MAX_DELETED_PER_TRANSACTION = 1000
 """Maximum number of operations deleted in one transaction."""
-DISMISSED_PER_TRANSACTION = 100
-MAX_FAILURES = 1000
+MAX_DISMISSED_PER_TRANSACTION = 100
+MAX_INBOX_FAILURES = 1000
 """Maximum number of failures in the inbox; every open page receives all failures."""
-MAX_ENDED = 100_000
+MAX_ENDED_OPERATIONS = 100_000
 """Maximum number of operations in the history."""
 ACTOR = "system"
-OVERFLOW_COMMENT = f"more than {MAX_FAILURES} failures waited for somebody: the oldest were dismissed"
+OVERFLOW_COMMENT = f"more than {MAX_INBOX_FAILURES} failures waited for somebody: the oldest were dismissed"
 
 
-_HAS_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
+_HAS_ENDED_FILTER = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
     status=Status.FAILED, dismissed_at__isnull=False
 )
 
 
 def dismiss_oldest_failures(*, now: datetime) -> int:
-    """Dismiss the oldest failures beyond `MAX_FAILURES`, with a comment. Return their number.
+    """Dismiss the oldest failures beyond `MAX_INBOX_FAILURES`, with a comment. Return their number.
 
-    Dismissed failures belong to the history, with its retention.
+    Dismissed failures belong to the history, and are deleted with it.
     """
     waiting = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
     dismissed = 0
     while True:
         with committed("ledger.dismiss"):
-            oldest = waiting.order_by("-finished_at", "-pk")[MAX_FAILURES:][:DISMISSED_PER_TRANSACTION]
+            oldest = waiting.order_by("-finished_at", "-pk")[MAX_INBOX_FAILURES:][
+                :MAX_DISMISSED_PER_TRANSACTION
+            ]
             # Read again under the lock: a user may have dismissed or retried them meanwhile.
             still_waiting = waiting.filter(pk__in=list(oldest.values_list("pk", flat=True))).order_by("pk")
             failures = list(still_waiting.select_for_update(no_key=True))
@@ -48,23 +50,28 @@ def dismiss_oldest_failures(*, now: datetime) -> int:
             Operation.objects.bulk_update(failures, ["dismissed_at", "dismissed_by", "dismissed_comment"])
             emit(failures)
         dismissed += len(failures)
-        if len(failures) < DISMISSED_PER_TRANSACTION:
+        if len(failures) < MAX_DISMISSED_PER_TRANSACTION:
             return dismissed
 
 
 def retention_cutoff(*, before: datetime) -> datetime:
-    """Return `before`, or the end of the newest operation beyond `MAX_ENDED`, whichever is later."""
-    beyond = Operation.objects.filter(_HAS_ENDED).order_by("-finished_at", "-pk")[MAX_ENDED:]
+    """Return the time before which ended operations are deleted.
+
+    It is `before`, or the end of the newest operation beyond `MAX_ENDED_OPERATIONS` if that is later.
+    """
+    beyond = Operation.objects.filter(_HAS_ENDED_FILTER).order_by("-finished_at", "-pk")[
+        MAX_ENDED_OPERATIONS:
+    ]
     last = beyond.values_list("finished_at", flat=True).first()
     return before if last is None else max(before, last + timedelta(microseconds=1))
 
 
-def clear(*, before: datetime | None = None) -> int:
+def delete_ended(*, before: datetime | None = None) -> int:
     """Delete ended operations, with `before` only older ones; return their number.
 
     Undismissed failures stay (O98).
     """
-    rows = Operation.objects.filter(_HAS_ENDED)
+    rows = Operation.objects.filter(_HAS_ENDED_FILTER)
     if before is not None:
         rows = rows.filter(finished_at__lt=before)
     deleted = 0
@@ -74,12 +81,12 @@ def clear(*, before: datetime | None = None) -> int:
                 audit.record(
                     Change("operation.history_cleared", "the record of operations that have ended", "")
                 )
-            ids = list(rows.order_by("pk").values_list("pk", flat=True)[:DELETED_PER_TRANSACTION])
+            ids = list(rows.order_by("pk").values_list("pk", flat=True)[:MAX_DELETED_PER_TRANSACTION])
             # Deleted rows and their children, whose parent becomes null, in the common lock order.
 
             affected = Operation.objects.filter(Q(pk__in=ids) | Q(parent__in=ids)).order_by("pk")
             list(affected.select_for_update().values_list("pk", flat=True))
             Operation.objects.filter(pk__in=ids).delete()
         deleted += len(ids)
-        if len(ids) < DELETED_PER_TRANSACTION:
+        if len(ids) < MAX_DELETED_PER_TRANSACTION:
             return deleted

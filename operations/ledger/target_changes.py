@@ -1,10 +1,10 @@
 """Targets that run independently: a change of an intent applies to every target that shares the intent.
 
-`record_changes` is one short transaction, and `apply_changes` a step of the caller's. Both need a constant
-number of statements for any number of intents: they lock the operations in the order of their ids, change
-their targets, and derive each operation's state from its targets. The changes are published at commit. A
-caller that also writes intents locks the intents first. An operation that has ended does not change, so its
-end is final (A84).
+An intent is a command that waits for one node; several operations may need the same one. `record_changes` is
+one short transaction, and `apply_changes` a step of the caller's. Both need a constant number of statements
+for any number of intents: they lock the operations in the order of their ids, change their targets, and
+derive each operation's state from its targets. The changes are published at commit. A caller that also writes
+intents locks the intents first. An operation that has ended does not change, so its end is final (A84).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,7 +39,7 @@ OPERATION_COLUMNS = [
 
 @dataclass(frozen=True)
 class ChangedOperations:
-    """Locked and changed operations with all their targets. The caller emits the operations."""
+    """Operations that were locked and changed, with all their targets. The caller emits them."""
 
     operations: Sequence[Operation]
     parts: Mapping[UUID, Sequence[OperationTarget]]
@@ -61,7 +61,7 @@ def record_changes(changes: Mapping[UUID, Change], *, now: datetime, lock_timeou
 def apply_changes(
     changes: Mapping[UUID, Change], *, now: datetime, held: Mapping[int, Change] | None = None
 ) -> ChangedOperations:
-    """Apply each change to the unfinished targets of its intent. Return the operations for `emit`.
+    """Apply each change to the unfinished targets of its intent. Return the changed operations.
 
     The caller emits them as the last step of its transaction. `held` maps ids of targets without an intent to
     their changes.
@@ -89,7 +89,7 @@ def apply_changes(
 
 
 def begin(part: OperationTarget, now: datetime) -> None:
-    """Start a new attempt, unless a worker may still be running the previous attempt."""
+    """Start a new attempt at the target, unless a worker may still be running the previous attempt."""
     part.status = TargetStatus.RUNNING_ON_WORKER
     part.started_at = part.started_at or now
     part.next_check_at, part.waits_for_node = None, False
@@ -102,12 +102,12 @@ def begin(part: OperationTarget, now: datetime) -> None:
 
 
 def begin_within(seconds: float) -> Change:
-    """Return the change that starts an attempt whose command is sent now and answered within `seconds`."""
+    """Return the change that starts an attempt: a command is sent now, to be answered in `seconds`."""
     return apply_both(begin, set_time_limit(seconds))
 
 
 def set_time_limit(seconds: float) -> Change:
-    """Return the change that sets the time limit: the command is sent now and answered within `seconds`."""
+    """Return the change that sets the time limit of a command that is sent now, in `seconds`."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.time_limit_at = now + timedelta(seconds=seconds)
@@ -127,7 +127,7 @@ def apply_reports(ticks: Collection[Tick]) -> Change:
 
 
 def mark_overdue(reason: str, since: datetime) -> Change:
-    """Return the change that marks the target as past its time limit; the worker may still run it (O19)."""
+    """Return the change that marks the target as past its time limit. The worker may still run it (O19)."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.reason, part.overdue_since = TargetStatus.RUNNING_ON_WORKER, storable(reason), since
@@ -143,7 +143,7 @@ def queue_again(
     attempts: int | None = None,
     worker_gone: bool = False,
 ) -> Change:
-    """Return the change that queues the target again, for its node or its next attempt.
+    """Return the change that queues a target again, until its node is back or its next attempt is due.
 
     `worker_gone` means that no worker is running the target any more.
     """
@@ -158,7 +158,7 @@ def queue_again(
 
 
 def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: int | None = None) -> Change:
-    """Return the change that ends the target. The target's progress stays (O70)."""
+    """Return the change that ends a target. Its progress stays (O70)."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.phase, part.time_limit_at = status, "", None
@@ -172,7 +172,7 @@ def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: in
 
 
 def apply_both(first: Change, then: Change) -> Change:
-    """Return a change that applies two changes in order."""
+    """Return a change that applies these two changes in order."""
 
     def apply(part: OperationTarget, now: datetime) -> None:
         first(part, now)
@@ -182,7 +182,7 @@ def apply_both(first: Change, then: Change) -> Change:
 
 
 def set_reasons(notes: Mapping[UUID, str], *, now: datetime) -> None:
-    """Set the reasons of cancelled targets to the replies of their workers, in the caller's transaction.
+    """Store the workers' replies as the reasons of cancelled targets, in the caller's transaction.
 
     No other column of an ended operation changes.
     """

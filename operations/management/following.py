@@ -1,4 +1,4 @@
-"""Follow an operation at the command line until it ends; the operation's end is the command's end.
+"""Show an operation at the command line until it ends; then the command ends too.
 
 The row is read again when a NOTIFY names it, and every few seconds, because a NOTIFY may be lost. The loop
 that listens runs only between two reads, so rows are read in the command's own thread, and Ctrl-C ends both.
@@ -36,18 +36,17 @@ from operations.management import operation_texts as texts
 from operations.management.operation_texts import Entry, Part
 from operations.models import TERMINAL, Status, TargetStatus, Waves
 
-MAX_LINES = 20
-"""Maximum lines of one operation on a terminal; the last line counts the targets without a line of their own.
-"""
+MAX_LINES_SHOWN = 20
+"""Maximum lines of an operation on a terminal; the last line counts the targets that have no line."""
 _PERCENT_STEP = 10
-"""Progress of a download, in percent, after which it gets the next line."""
+"""A download gets another line after this many percent."""
 _STATUS_ORDER = (
     TargetStatus.DOWNLOADING,
     TargetStatus.RUNNING_ON_WORKER,
     TargetStatus.ERROR,
     TargetStatus.QUEUED,
 )
-"""Target states in the order in which targets get lines on a terminal."""
+"""Order of targets on a terminal, by their status."""
 
 
 CONFIRM_LAST: Argument = (
@@ -82,7 +81,7 @@ class Lines(Display):
         self._printed: dict[str, tuple[object, ...]] = {}
 
     def show(self, entry: Entry) -> None:
-        """Print the changes."""
+        """Print the changes since the last call."""
         parts = entry.get("nodes", ())
         for part in parts:
             tenths = part["percentage"] // _PERCENT_STEP if part["status"] == TargetStatus.DOWNLOADING else 0
@@ -101,7 +100,7 @@ class Lines(Display):
 
 
 class _ProgressDisplay(Progress):
-    """The title, the bars, and a line that counts the targets without a bar."""
+    """The lines of an operation: title, bars, and a line that counts the targets without a bar."""
 
     head = rest = Text()
 
@@ -149,10 +148,10 @@ class Bars(Display):
         self._out.ending = self._ending
 
     def show(self, entry: Entry) -> None:
-        """Draw the first targets in the order of their states, and count the others."""
+        """Draw a bar for the first targets in the order of their states, and count the rest."""
         parts = list(entry.get("nodes", ())) or [_as_target(entry)]
-        ordered = sorted(parts, key=_interest)
-        room = MAX_LINES - 1  # below the head
+        ordered = sorted(parts, key=_sort_key)
+        room = MAX_LINES_SHOWN - 1  # below the head
         shown = ordered if len(parts) <= room else ordered[: room - 1]
         chosen = {part["node_id"] for part in shown}
         left = [part for part in ordered if part["node_id"] not in chosen]
@@ -186,7 +185,7 @@ class Bars(Display):
 
 
 def display_on(out: OutputWrapper) -> Display:
-    """Return the display for the stream. Bars need a terminal that can move its cursor."""
+    """Return the display for the stream: bars on a terminal that can move its cursor, otherwise lines."""
     console = Console(file=cast(IO[str], out), highlight=False)
     return Bars(out, console) if out.isatty() and not console.is_dumb_terminal else Lines(out)
 
@@ -200,7 +199,7 @@ def _line(text: str) -> Text:
     return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
 
-def _interest(part: Part) -> tuple[int, str]:
+def _sort_key(part: Part) -> tuple[int, str]:
     place = _STATUS_ORDER.index(part["status"]) if part["status"] in _STATUS_ORDER else len(_STATUS_ORDER)
     return place, str(part["node_name"])
 
@@ -218,16 +217,15 @@ def _as_target(entry: Entry) -> Part:
 
 log = logging.getLogger(__name__)
 
-READ_EVERY = 5.0
-GATHER = 0.1
+READ_INTERVAL = 5.0
+GATHER_SECONDS = 0.1
 """Seconds for which changes are gathered, because targets of many nodes change together."""
-_INTERRUPTED = 130
+_INTERRUPTED_EXIT_CODE = 130
 """Exit code of a command that Ctrl-C has ended."""
 
 
 def follow_to_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
-    """Show the operation until it has ended; return the last line, or "" after printing the operation as
-    JSON.
+    """Show the operation until it has ended; return the last line of text, or "" if JSON was printed.
 
     Raises CommandError if the operation did not complete or waits for a choice, and after Ctrl-C.
     """
@@ -239,7 +237,7 @@ def follow_to_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
         raise CommandError(
             f"operation {id} goes on; `manage.py operations show {id} --follow` shows it,"
             f" `manage.py operations cancel {id}` ends it",
-            returncode=_INTERRUPTED,
+            returncode=_INTERRUPTED_EXIT_CODE,
         ) from None
     if as_json:
         out.write(command_line.as_json(entry))
@@ -249,7 +247,7 @@ def follow_to_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
 
 
 def follow_unless_detached(options: Options, id: UUID, subject: str, body: dict[str, Any]) -> str:
-    """Show the operation until it has ended. With `--detach` return the command that shows it."""
+    """Show the operation until it has ended; with `--detach` return the command that would show it."""
     if not options["detach"]:
         return follow_to_end(id, options["out"], as_json=options["json"])
     if options["json"]:
@@ -258,7 +256,7 @@ def follow_unless_detached(options: Options, id: UUID, subject: str, body: dict[
 
 
 def outcome_text(entry: Entry) -> str:
-    """Return the text for an operation that did not complete: reasons by node, and the next command."""
+    """Return the text about an operation that did not complete: reasons by node, and the next command."""
     id = texts.short_id(entry)
     if _waits_for_choice(entry):
         return (
@@ -273,8 +271,8 @@ def outcome_text(entry: Entry) -> str:
         return f"operation {id} failed: {why}; `manage.py operations retry {id}` tries again"
     of = f"{len(failed)} of {len(entry['nodes'])} nodes"
     head = f"operation {id} failed on {of}; `manage.py operations retry {id}` tries again"
-    more = [f"and {len(failed) - MAX_LINES} more"] if len(failed) > MAX_LINES else []
-    return "\n".join([head, *map(texts.target_line, failed[:MAX_LINES]), *more])
+    more = [f"and {len(failed) - MAX_LINES_SHOWN} more"] if len(failed) > MAX_LINES_SHOWN else []
+    return "\n".join([head, *map(texts.target_line, failed[:MAX_LINES_SHOWN]), *more])
 
 
 def _waits_for_choice(entry: Entry) -> bool:
@@ -323,11 +321,11 @@ async def _set_on_change(id: UUID, woken: asyncio.Event) -> None:
 
 
 async def _wait_for_change(woken: asyncio.Event) -> None:
-    """Wait until the row may have changed."""
+    """Wait until a NOTIFY names the operation, or the next read is due."""
     try:
-        async with asyncio.timeout(READ_EVERY):
+        async with asyncio.timeout(READ_INTERVAL):
             await woken.wait()
     except TimeoutError:
         return
-    await asyncio.sleep(GATHER)
+    await asyncio.sleep(GATHER_SECONDS)
     woken.clear()

@@ -1,7 +1,7 @@
-"""Texts of `manage.py operations`, and of the targets of an operation that is followed.
+"""Texts about operations and their targets at the command line.
 
-Pure functions of operations in the wire form (`operations.changes.feed`); this module does not read the
-database. Names, reasons and errors come from workers, so unprintable characters are removed.
+Pure functions of operations in the wire form (`operations.changes.feed`). Names, reasons and errors come from
+workers, so unprintable characters are removed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +17,19 @@ from operations.models import Status, TargetStatus
 Entry = Mapping[str, Any]
 """An operation in the form of `GET /api/operations`."""
 Part = Mapping[str, Any]
-"""A target: an element of an operation's `nodes`."""
+"""A target of an operation: an element of its `nodes`."""
 
-_MAX_LENGTH = 80
-_STATES = {
+_MAX_TEXT_LENGTH = 80
+_TEXT_BY_STATUS = {
     Status.PENDING: "queued",
     Status.PROCESSING: "running",
     Status.WAITING: "waiting for nodes",
 }
-_PART_STATES = {TargetStatus.SUCCESS: "done", TargetStatus.ERROR: "failed"}
+_TEXT_BY_TARGET_STATUS = {TargetStatus.SUCCESS: "done", TargetStatus.ERROR: "failed"}
 
 
 def short_id(entry: Entry) -> str:
-    """Return the short form of the operation's id."""
+    """Return the first characters of the operation's id."""
     return str(entry["jobID"])[: command_line.SHORT_ID_LENGTH]
 
 
@@ -43,13 +43,13 @@ def target_state(part: Part) -> str:
         return "waiting" if part.get("reason", "queued") != "queued" else "queued"
     if part["status"] == TargetStatus.RUNNING_ON_WORKER:
         return part.get("phase") or "running"
-    return _PART_STATES.get(part["status"]) or str(part["status"])
+    return _TEXT_BY_TARGET_STATUS.get(part["status"]) or str(part["status"])
 
 
 def target_reason(part: Part) -> str:
-    """Return the reason of the target's failure or wait, otherwise its step, in one line."""
+    """Return why the target failed or waits, otherwise its current step, in one line."""
     file = part.get("file_name") if part["status"] == TargetStatus.DOWNLOADING else ""
-    waits = "" if part.get("attempts") else wait(part)
+    waits = "" if part.get("attempts") else wait_text(part)
     said = part.get("error") or waits or part.get("reason") or file or ""
     at = part.get("nextLookAt") if part["status"] == TargetStatus.QUEUED and part.get("attempts") else None
     return command_line.printable(
@@ -57,8 +57,8 @@ def target_reason(part: Part) -> str:
     )
 
 
-def wait(entry: Entry | Part) -> str:
-    """Return the reason and the start of a wait; "" if unknown."""
+def wait_text(entry: Entry | Part) -> str:
+    """Return why and since when an operation waits; "" if unknown."""
     since = entry.get("waitsSince")
     said = str(entry.get("waitsFor", ""))
     return f"{said} since {command_line.format_time(datetime.fromisoformat(since))}" if since else said
@@ -80,12 +80,12 @@ def target_line(part: Part) -> str:
 
 
 def _note_text(entry: Entry) -> str:
-    said = str(entry.get("error") or wait(entry) or entry["message"])
-    return said if len(said) <= _MAX_LENGTH else f"{said[: _MAX_LENGTH - 1]}…"
+    said = str(entry.get("error") or wait_text(entry) or entry["message"])
+    return said if len(said) <= _MAX_TEXT_LENGTH else f"{said[: _MAX_TEXT_LENGTH - 1]}…"
 
 
-def _status(entry: Entry) -> str:
-    return _STATES.get(entry["status"]) or str(entry["status"])
+def _status_text(entry: Entry) -> str:
+    return _TEXT_BY_STATUS.get(entry["status"]) or str(entry["status"])
 
 
 def kind_text(entry: Entry) -> str:
@@ -94,7 +94,7 @@ def kind_text(entry: Entry) -> str:
 
 
 def node_text(entry: Entry) -> str:
-    """Return the operation's node, or the number of its nodes."""
+    """Return the name of the operation's node, or the number of its nodes."""
     names = [part["node_name"] for part in entry.get("nodes", ())]
     if len(names) > 1 or entry.get("allNodes"):
         nodes = counted(len(names), "node")
@@ -102,18 +102,18 @@ def node_text(entry: Entry) -> str:
     return str(entry.get("nodeName") or next(iter(names), ""))
 
 
-_LIST: Columns = {
+_LIST_HEADINGS: Columns = {
     "ID": short_id,
     "WHAT": kind_text,
     "OF": "id",
     "WHERE": node_text,
-    "STATE": _status,
+    "STATE": _status_text,
     "DONE": lambda entry: f"{entry['progress']} %",
     "BY": "actor",
     "AGE": lambda entry: command_line.format_age(entry["createdAt"], clock.now()),
     "SAYS": _note_text,
 }
-_RECORD: Columns = {
+_HISTORY_HEADINGS: Columns = {
     "ID": short_id,
     "WHAT": kind_text,
     "OF": "fullName",
@@ -123,7 +123,7 @@ _RECORD: Columns = {
     "ENDED": lambda entry: command_line.format_time(datetime.fromisoformat(entry["finishedAt"])),
     "SAYS": _note_text,
 }
-_PARTS: Columns = {
+_TARGET_HEADINGS: Columns = {
     "NODE": "node_name",
     "STATE": target_state,
     "DONE": lambda part: f"{part['percentage']:.0f} %",
@@ -135,34 +135,34 @@ _PARTS: Columns = {
 
 def operations_text(entries: Sequence[Entry], *, none: str) -> str:
     """Return the list of operations, one operation per line."""
-    return command_line.format_table(_LIST, entries) if entries else none
+    return command_line.format_table(_LIST_HEADINGS, entries) if entries else none
 
 
 def history_text(entries: Sequence[Entry], cursor: str) -> str:
     """Return a page of the history, one operation per line, and the command for the next page."""
     if not entries:
         return "nothing has ended that matches"
-    listed = command_line.format_table(_RECORD, entries)
+    listed = command_line.format_table(_HISTORY_HEADINGS, entries)
     return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
 
 
 def operation_text(entry: Entry) -> str:
     """Return the text of one operation: its details, then its targets."""
-    facts = [(name, text) for name, text in _facts(entry) if text]
+    facts = [(name, text) for name, text in _detail_rows(entry) if text]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {command_line.printable(text)}" for name, text in facts]
     parts = entry.get("nodes", ())
-    return "\n".join([*lines, "", command_line.format_table(_PARTS, parts)] if parts else lines)
+    return "\n".join([*lines, "", command_line.format_table(_TARGET_HEADINGS, parts)] if parts else lines)
 
 
-def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
+def _detail_rows(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "id", entry["jobID"]
     yield "what", f"{kind_text(entry)} of {entry['id']}"
     yield "where", node_text(entry)
-    yield "state", _status(entry)
+    yield "state", _status_text(entry)
     yield "done", f"{entry['progress']} %"
     yield "says", entry["message"]
-    yield "waits", wait(entry)
+    yield "waits", wait_text(entry)
     if entry.get("error") and entry["error"] not in entry["message"]:
         yield "error", entry["error"]
     if waves := entry.get("waves"):
@@ -186,7 +186,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def state_counts(parts: Sequence[Part]) -> str:
-    """Return the number of targets by state, such as `3 queued, 2 done`."""
+    """Return a text with the number of targets in each state, such as `3 queued, 2 done`."""
     found: dict[str, int] = {}
     for part in parts:
         found[target_state(part)] = found.get(target_state(part), 0) + 1

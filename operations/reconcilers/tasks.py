@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 @skip_during_outage
 def reap_expired_leases() -> None:
-    """Requeue operations with expired leases; the function of the schedule."""
+    """Requeue operations with expired leases. The schedule calls this function."""
     reap()
 
 
 def reap() -> None:
-    """Requeue operations with expired leases; return at once if another process is reaping."""
+    """Requeue operations with expired leases; return at once if another process is doing so."""
     if not leases.any_expired(attempts.leased_operations(), now=clock.now()):
         return
     with try_lock(Lock.OPERATION_REAPER) as mine:
@@ -40,10 +40,10 @@ def reap() -> None:
 
 @skip_during_outage
 def prune_record() -> None:
-    """Delete operations that ended before the retention (O100), and cap the size of history and inbox."""
+    """Delete operations that ended before the retention (O100), and limit the size of history and inbox."""
     now = clock.now()
     if dismissed := retention.dismiss_oldest_failures(now=now):
         log.warning("inbox: the %d oldest failures dismissed; they are in the record", dismissed)
     before = retention.retention_cutoff(before=now - timedelta(seconds=conf.cluster().operation_retention))
-    if pruned := retention.clear(before=before):
+    if pruned := retention.delete_ended(before=before):
         log.info("record of operations: %d deleted", pruned)

@@ -119,9 +119,11 @@ class _Here:
             return list(cursor.fetchall())
 
 
-def beat(*given: Beat) -> dict[heartbeats.Key, Exception | None]:
+def beat(*given: Beat) -> dict[heartbeats.HeartbeatKey, Exception | None]:
     """Write these heartbeats as one batch, overtaken ones as the next; return the refusal of each."""
-    verdicts: dict[heartbeats.Key, Exception | None] = dict(_finished(heartbeats.record(_Here(), given)))
+    verdicts: dict[heartbeats.HeartbeatKey, Exception | None] = dict(
+        _finished(heartbeats.record(_Here(), given))
+    )
     overtaken = [one for one in given if isinstance(verdicts[one.key], heartbeats.WriteConflict)]
     return verdicts | (beat(*overtaken) if overtaken else {})
 

@@ -283,13 +283,15 @@ class Heartbeat(PeriodicTask):
     """Writes this controller's heartbeat every few seconds, with the state of its bus connection."""
 
     def __init__(self, owner: str, bus: Bus) -> None:
-        super().__init__("heartbeat", self._beat, interval=controllers.BEAT_EVERY, retry_on=(DatabaseError,))
+        super().__init__(
+            "heartbeat", self._beat, interval=controllers.HEARTBEAT_INTERVAL, retry_on=(DatabaseError,)
+        )
         self._owner, self._bus = owner, bus
 
     async def run(self) -> None:
         """Wait for the bus, but not longer than one interval; then write heartbeats until cancelled."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(controllers.BEAT_EVERY):
+            async with asyncio.timeout(controllers.HEARTBEAT_INTERVAL):
                 await self._bus.wait_connected()
         await super().run()
 

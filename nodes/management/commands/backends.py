@@ -20,7 +20,7 @@ from nodes.api.cluster_backends import (
     admit_command,
 )
 from nodes.api.installed import installed_rows
-from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
+from nodes.api.node_backends import TEXTS_BY_KIND, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, select_all_nodes
 from nodes.backends.installed import Upgrade
@@ -30,7 +30,7 @@ from operations.api.serializers import NodesSerializer, started_body
 from operations.ledger.admission import Requester
 from operations.management import following
 
-_DIGEST_SHOWN = len("sha256:") + 12
+_SHOWN_DIGEST_LENGTH = len("sha256:") + 12
 _NODES: Argument = (
     "--node",
     {"action": "append", "default": [], "metavar": "NODE", "help": "only there: name or id; repeatable"},
@@ -40,7 +40,7 @@ _NAME: Argument = ("name", {"metavar": "NAME"})
 
 
 class Command(VerbCommand):
-    """One subcommand per verb."""
+    """The command; its subcommands are the verbs."""
 
     help = "Shows the backends of the cluster, installs, upgrades and deletes them."
 
@@ -54,7 +54,7 @@ class Command(VerbCommand):
         _add_write_verbs(add)
 
     def explain(self, refusal: errors.ClusterError) -> str:
-        """Return the refusal with the name of the option in place of the body's field."""
+        """Return the refusal with the name of the command's option in place of the field of the body."""
         if refusal.field == "last_replicas" and (models := refusal.data.get("last_replicas")):
             options = " ".join(f"--confirm-last {model}" for model in models)
             return command_line.printable(
@@ -106,7 +106,7 @@ def list_backends(options: Options) -> str:
     columns: Columns = {
         "NAME": "name",
         "VERSION": lambda backend: "system" if backend.is_system else backend.majority.version,
-        "DIGEST": lambda backend: backend.majority.digest[:_DIGEST_SHOWN],
+        "DIGEST": lambda backend: backend.majority.digest[:_SHOWN_DIGEST_LENGTH],
         "NODES": lambda backend: len(backend.places),
         "OTHER BUILD ON": lambda backend: ", ".join(place.node["node_name"] for place in backend.drifted),
         "UPGRADE": lambda backend: _upgrade_text(picture.upgrades.get(backend.name)),
@@ -115,10 +115,10 @@ def list_backends(options: Options) -> str:
 
 
 def _upgrade_text(upgrade: Upgrade | None) -> str:
-    """Return the version, else the digest, else a text that the builds of the nodes differ."""
+    """Return the available version, else its digest, else a text that the nodes have different builds."""
     if upgrade is None:
         return ""
-    return upgrade.available_version or upgrade.available_digest[:_DIGEST_SHOWN] or "available"
+    return upgrade.available_version or upgrade.available_digest[:_SHOWN_DIGEST_LENGTH] or "available"
 
 
 def install(options: Options) -> str:
@@ -146,7 +146,7 @@ def _parse_wave_size(text: str) -> int | str:
 
 
 def upgrade(options: Options) -> str:
-    """Upgrade in waves if there are several nodes or a wave option."""
+    """Upgrade a backend, in waves if there are several nodes or a wave option."""
     request = BackendRequest(UPGRADE, backend_name_in(options["name"]))
     nodes = _selected_nodes(options)
     confirmed = options["confirm_last"]
@@ -174,7 +174,7 @@ def delete(options: Options) -> str:
 
 
 def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
-    """Ask for confirmation, showing replicas, requests and pending operations. Raise CommandError on "no"."""
+    """Show replicas, requests and active operations, and ask for confirmation. Raise CommandError on "no"."""
     names = ", ".join(node.name for node in nodes) or "no node"
     stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(request.backend)
     stopped = stops.order_by("model_name", "node__name").values_list("model_name", "node__name", "in_flight")
@@ -188,7 +188,7 @@ def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -
 
 
 def _selected_nodes(options: Options) -> list[BackendNode]:
-    return [lookup.node(text) for text in options["node"]]
+    return [lookup.find_node(text) for text in options["node"]]
 
 
 def _nodes_field(nodes: Sequence[BackendNode]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _nodes_field(nodes: Sequence[BackendNode]) -> dict[str, Any]:
 
 
 def _validate(serializer_class: type[serializers.Serializer[Any]], body: dict[str, Any]) -> dict[str, Any]:
-    """Validate the body as REST does. Raise CommandError with the name of a wrong field."""
+    """Validate the body as REST does. Raise CommandError with the name of an invalid field."""
     serializer = serializer_class(data=body)
     if not serializer.is_valid():
         raise CommandError(_first_problem(serializer.errors))
@@ -216,7 +216,7 @@ def _first_problem(errors_by_field: Any) -> str:
 def _run_operation(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:
     """Create or join the operation, and follow it to its end."""
     result = admit_command(RequestScope((), by=Requester(str(command_line.current_actor()))), request, fields)
-    body, id = started_body(result, COMMAND_TEXTS[request.kind]), result.operation.id
+    body, id = started_body(result, TEXTS_BY_KIND[request.kind]), result.operation.id
     if not options["detach"] and not options["json"]:
         options["out"].write(f"{body['message']}: operation {id}")
     return following.follow_unless_detached(options, id, body["message"], body)

@@ -28,7 +28,7 @@ from nodes.sources import inspection
 from operations.ledger.admission import Requester
 from operations.management import following
 
-_LIST: Columns = {
+_LIST_HEADINGS: Columns = {
     "NAME": "name",
     "BACKEND": "backend",
     "MODEL": "model",
@@ -39,34 +39,34 @@ _LIST: Columns = {
     "BY": "actor",
 }
 _FITS = {True: "yes", False: "no", None: "unknown"}
-_VARIANTS: Columns = {
+_VARIANT_HEADINGS: Columns = {
     "VARIANT": "id",
     "SIZE": lambda variant: human_bytes(variant["size"]) if variant["size"] else "unknown",
     "CONTEXT": lambda variant: variant["context_size"] or "",
     "FITS": lambda variant: _FITS[variant["fit"]["fits"]],
     "": lambda variant: "recommended" if variant["recommended"] else "",
 }
-_CANDIDATES: Columns = {
+_CANDIDATE_HEADINGS: Columns = {
     "ADD": "text",
     "KIND": "kind",
     "DESCRIPTION": lambda candidate: candidate["description"][:60],
 }
-_HISTORY: Columns = {
+_HISTORY_HEADINGS: Columns = {
     "REVISION": "number",
     "CHANGED": lambda revision: command_line.format_age(revision.at.isoformat(), clock.now()),
     "BY": "actor",
     "ORIGIN": "origin",
     "REASON": "reason",
 }
-EDITOR = "EDITOR"
-"""Environment variable that names the editor for `edit`."""
+EDITOR_VARIABLE = "EDITOR"
+"""Environment variable with the editor that `edit` opens."""
 
 
 _MODEL: Argument = ("model", {"metavar": "MODEL"})
 
 
 class Command(VerbCommand):
-    """One subcommand per verb."""
+    """The command; its subcommands are the verbs."""
 
     help = "Imports, shows, edits and deletes models."
 
@@ -132,7 +132,7 @@ def list_models(options: Options) -> str:
     unusable = definition_entries.read_unusable_rows()
     if options["json"]:
         return command_line.as_json({"definitions": rows, "unusable": unusable})
-    lines = [command_line.format_table(_LIST, rows)] if rows else []
+    lines = [command_line.format_table(_LIST_HEADINGS, rows)] if rows else []
     lines += [
         command_line.printable(f"unusable: {row['file'] or row['name']}: {row['error']}") for row in unusable
     ]
@@ -149,7 +149,7 @@ def show(options: Options) -> str:
 
 
 def edit_model(options: Options) -> str:
-    """Save the edited text. Raise Conflict if another user has changed the definition meanwhile."""
+    """Edit a definition and save it. Raise Conflict if another user has changed the definition meanwhile."""
     name, row = options["model"], store.find(options["model"])
     former = store.text_in_force(name)
     if former is None:
@@ -187,7 +187,7 @@ def _read_text(path: Path) -> str:
 
 def _edit_in_program(text: str) -> str:
     """Open the text in the user's editor; return the edited text."""
-    program = shlex.split(os.environ.get(EDITOR, "")) or ["vi"]
+    program = shlex.split(os.environ.get(EDITOR_VARIABLE, "")) or ["vi"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "definition.yaml"
         path.write_text(text, encoding="utf-8")
@@ -199,14 +199,14 @@ def _edit_in_program(text: str) -> str:
 
 
 def _save_draft(text: str) -> str:
-    """Save the text to a file, so that the user does not lose it. Return the path."""
+    """Save the text to a file, because it was not accepted, and return the path."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(text)
     return file.name
 
 
 def _saved_text(options: Options, done: str) -> str:
-    """Return the text or JSON of the saved definition."""
+    """Return the saved definition as text or JSON."""
     row = definition_entries.definition_detail(options["model"])
     if options["json"]:
         return command_line.as_json(row)
@@ -215,7 +215,7 @@ def _saved_text(options: Options, done: str) -> str:
 
 
 def remove(options: Options) -> str:
-    """Request the deletion, and follow it to its end."""
+    """Request the deletion of a definition, and follow it to its end."""
     name = options["model"]
     request = RemovalRequest(name, Requester(str(command_line.current_actor())), options["files"])
     admission = definition_removal.request_removal(request, now=clock.now())
@@ -240,7 +240,7 @@ def show_history(options: Options) -> str:
         return command_line.as_json([row | {"diff": diff} for row, diff in zip(rows, diffs, strict=True)])
     return "\n\n".join(
         [
-            command_line.format_table(_HISTORY, revisions),
+            command_line.format_table(_HISTORY_HEADINGS, revisions),
             *("\n".join(map(command_line.printable, diff.splitlines())) for diff in diffs),
         ]
     )
@@ -258,7 +258,7 @@ def restore(options: Options) -> str:
 
 
 def add_model(options: Options) -> str:
-    """Show the models that the text names, or import one and follow the import to its end."""
+    """Show the models that a text identifies, or import one model and follow the import to its end."""
     if options["show"]:
         found = inspection.inspect(options["text"], clock.now())
         return command_line.as_json(found) if options["json"] else _inspection_text(found)
@@ -282,7 +282,7 @@ def _inspection_text(found: Row) -> str:
         if found[name]
     ]
     if found["variants"]:
-        lines.append(command_line.format_table(_VARIANTS, found["variants"]))
+        lines.append(command_line.format_table(_VARIANT_HEADINGS, found["variants"]))
     if found["candidates"]:
-        lines.append(command_line.format_table(_CANDIDATES, found["candidates"]))
+        lines.append(command_line.format_table(_CANDIDATE_HEADINGS, found["candidates"]))
     return "\n".join(lines)

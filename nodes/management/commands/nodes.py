@@ -23,19 +23,26 @@ from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent, NodeMo
 from nodes.registry import actions, bulk, joining, lifecycle, listing, node_rows
 from nodes.registry.claims import accept_conflict, refuse_conflict
 from nodes.registry.labels import edit_labels
-from nodes.registry.shape import CONFLICT, DRAIN, IDENTITY, INVENTORY, NODE_DETAIL, OVERRIDE, ZERO_TIME
+from nodes.registry.shape import (
+    CONFLICT_SHAPE,
+    DRAIN_SHAPE,
+    IDENTITY_SHAPE,
+    INVENTORY_SHAPE,
+    NODE_DETAIL_SHAPE,
+    OVERRIDE_SHAPE,
+    ZERO_TIME,
+)
 from nodes.replicas import unload_requests
 from operations.ledger.admission import Requester
 
-_SIZES = ("vram", "ram", "disk", "bytes")
-_FACT = {"at", "by", "reason"}
-_TIMES = {
+_SIZE_SUFFIXES = ("vram", "ram", "disk", "bytes")
+_FACT_KEYS = {"at", "by", "reason"}
+_TIME_KEYS = {
     name
-    for shape in (NODE_DETAIL, DRAIN, IDENTITY, INVENTORY, OVERRIDE)
+    for shape in (NODE_DETAIL_SHAPE, DRAIN_SHAPE, IDENTITY_SHAPE, INVENTORY_SHAPE, OVERRIDE_SHAPE)
     for name, field in shape.fields.items()
     if field.schema == TIME
 }
-"""Keys of a node whose values are times."""
 
 
 def _free_vram(row: Mapping[str, Any]) -> str:
@@ -44,7 +51,7 @@ def _free_vram(row: Mapping[str, Any]) -> str:
     return f"{human_bytes(row['available_vram'])} of {human_bytes(row['total_vram'])}"
 
 
-def _notes(row: Mapping[str, Any]) -> Iterator[str]:
+def _node_notes(row: Mapping[str, Any]) -> Iterator[str]:
     yield from (word for word in ("rejected", "revoked") if word in row)
     if row.get("weak_identity"):
         yield "shared token"
@@ -54,7 +61,7 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"conflicts: {claims}"
 
 
-_LIST: Columns = {
+_LIST_HEADINGS: Columns = {
     "NAME": "name",
     "STATUS": "status",
     "TYPE": "node_type",
@@ -64,7 +71,7 @@ _LIST: Columns = {
     "MODELS": "model_count",
     "BUSY": "in_flight_count",
     "LAST SEEN": lambda row: command_line.format_age(row["last_heartbeat"], clock.now()),
-    "NOTES": lambda row: ", ".join(_notes(row)),
+    "NOTES": lambda row: ", ".join(_node_notes(row)),
     "ID": lambda row: str(row["id"])[: command_line.SHORT_ID_LENGTH],
 }
 
@@ -83,7 +90,7 @@ def node_text(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
 def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in row.items():
         label = f"{prefix}{name.replace('_', ' ')}"
-        if isinstance(value, Mapping) and value.keys() == _FACT:
+        if isinstance(value, Mapping) and value.keys() == _FACT_KEYS:
             yield label, _format_fact(value)
         elif isinstance(value, Mapping):
             yield from _flatten(value, f"{label}: ")
@@ -104,12 +111,12 @@ def _format_fact(value: Mapping[str, Any]) -> str:
 def _format_value(name: str, value: Any) -> str:
     if value is None or value == ZERO_TIME:
         return ""
-    if name in _TIMES:
+    if name in _TIME_KEYS:
         return command_line.format_time(datetime.fromisoformat(value))
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):
-        measured = name.rpartition("_")[2] in _SIZES
+        measured = name.rpartition("_")[2] in _SIZE_SUFFIXES
         return (human_bytes(value) if value else "") if measured else str(value)
     return str(value)
 
@@ -133,7 +140,7 @@ def _claimed_proof(row: Mapping[str, Any]) -> str | None:
     return row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
 
 
-_CLAIMS: Columns = {
+_CONFLICT_HEADINGS: Columns = {
     "CONFLICT": lambda row: str(row["id"])[: command_line.SHORT_ID_LENGTH],
     "NODE": "node_name",
     "STATE": "state",
@@ -145,8 +152,8 @@ _CLAIMS: Columns = {
     "LAST": lambda row: command_line.format_age(row["last_at"], clock.now()),
     "CLAIMS": _claimed_proof,
 }
-EVENTS_SHOWN = 10
-TOKENS_SHOWN = 100
+MAX_SHOWN_EVENTS = 10
+MAX_SHOWN_TOKENS = 100
 _TOKENS: Columns = {
     "ID": lambda row: str(row["id"])[: command_line.SHORT_ID_LENGTH],
     "STATE": "state",
@@ -159,7 +166,7 @@ _TOKENS: Columns = {
 
 
 class PartialFailure(CommandError):
-    """Some changes of a command failed; `done` lists all outcomes."""
+    """Some changes of a command failed; `done` is the text with all outcomes."""
 
     def __init__(self, done: str, message: str) -> None:
         super().__init__(message)
@@ -167,7 +174,7 @@ class PartialFailure(CommandError):
 
 
 class Command(VerbCommand):
-    """One subcommand per verb."""
+    """The command; its subcommands are the verbs."""
 
     help = "Manages the nodes of the cluster."
 
@@ -177,7 +184,7 @@ class Command(VerbCommand):
         _add_join_token_verbs(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Print the outcomes of a partly failed command before its error."""
+        """Run the command. After a partial failure print all outcomes before the error."""
         try:
             super().handle(*args, **options)
         except PartialFailure as partly:
@@ -238,12 +245,12 @@ def _add_join_token_verbs(add: AddVerb) -> None:
         "make", make_join_token, "Make a join token and print the line to run on the other machine."
     )
     maker.add_argument(
-        "--lifetime", type=_parse_lifetime, default=joining.USUAL, metavar="1h", help="1m to 168h"
+        "--lifetime", type=_parse_lifetime, default=joining.DEFAULT_LIFETIME, metavar="1h", help="1m to 168h"
     )
     maker.add_argument("--uses", type=int, default=1, metavar="N", help="how many machines may join with it")
     maker.add_argument("--note", default="", help="shown when a machine joins with it")
     maker.add_argument("--url", default="", help="base URL of the server; default: CLUSTER_PUBLIC_URL")
-    add_verb("list", list_join_tokens, f"List the latest {TOKENS_SHOWN} join tokens.")
+    add_verb("list", list_join_tokens, f"List the latest {MAX_SHOWN_TOKENS} join tokens.")
     token = ("token", {"metavar": "ID", "help": "id or id prefix"})
     add_verb("revoke", revoke_join_token, "Revoke a join token.", token)
 
@@ -263,17 +270,17 @@ def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     query = {name: options[name] for name in filters if options[name] is not None}
     rows = node_rows.list_rows(listing.parse_node_query(QueryDict(urlencode(query, doseq=True))).nodes)
-    return command_line.list_rows(options, _LIST, rows, "no nodes")
+    return command_line.list_rows(options, _LIST_HEADINGS, rows, "no nodes")
 
 
 def show(options: Options) -> str:
-    node = lookup.node(options["node"])
+    node = lookup.find_node(options["node"])
     row = node_rows.detail_row(node.id)
     if row is None:
         raise errors.NotFound(f"the node {node.name!r} has just been removed")
     if options["json"]:
         return command_line.as_json(row)
-    events = NodeEvent.objects.filter(node_id=node.id).order_by("-id")[:EVENTS_SHOWN]
+    events = NodeEvent.objects.filter(node_id=node.id).order_by("-id")[:MAX_SHOWN_EVENTS]
     return node_text(row, list(events))
 
 
@@ -281,15 +288,15 @@ def list_conflicts(options: Options) -> str:
     """Return all open conflicts, or all conflicts of one node, latest first."""
     rows = NodeConflict.objects.order_by("-last_at", "id")
     if options["node"]:
-        rows = rows.filter(node=lookup.node(options["node"]))
+        rows = rows.filter(node=lookup.find_node(options["node"]))
     else:
         rows = rows.filter(state=NodeConflict.State.OPEN)
-    return command_line.list_rows(options, _CLAIMS, CONFLICT.rows(rows), "no conflicts")
+    return command_line.list_rows(options, _CONFLICT_HEADINGS, CONFLICT_SHAPE.rows(rows), "no conflicts")
 
 
 def approve(options: Options) -> str:
     """Approve one node, or several nodes independently of each other."""
-    nodes = [lookup.node(text) for text in options["nodes"]]
+    nodes = [lookup.find_node(text) for text in options["nodes"]]
     if len(nodes) > 1:
         return _approve_many(options, nodes)
     with lookup.hint_on_refusal("approve", nodes[0]):
@@ -297,7 +304,7 @@ def approve(options: Options) -> str:
     if options["json"]:
         return command_line.as_json(node_rows.approval_body(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
-    return _summary(approved.node, actions.APPROVE.message) + shown_once
+    return _status_message(approved.node, actions.APPROVE.message) + shown_once
 
 
 def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
@@ -317,20 +324,19 @@ def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
 
 
 def change_node(options: Options) -> str:
-    """Run the verb's action on one node."""
-    node = lookup.node(options["node"])
+    node = lookup.find_node(options["node"])
     with lookup.hint_on_refusal(options["verb"], node):
         bulk.perform(options["verb"], node.id, command_line.current_actor(), clock.now(), options)
     return _respond(options, node, actions.NODE_ACTIONS[options["verb"]].message)
 
 
 def _respond(options: Options, node: BackendNode, message: str) -> str:
-    return command_line.as_json({"message": message}) if options["json"] else _summary(node, message)
+    return command_line.as_json({"message": message}) if options["json"] else _status_message(node, message)
 
 
 def stop(options: Options) -> str:
     """Stop the worker after a confirmation. It starts again only if its machine restarts it."""
-    node = lookup.node(options["node"])
+    node = lookup.find_node(options["node"])
     if text := actions.refusal(actions.STOP, node):
         raise CommandError(f"{node.name} cannot be stopped: {text}")
     if not options["yes"]:
@@ -352,7 +358,7 @@ def _confirm_stop(node: BackendNode) -> None:
 
 
 def evict(options: Options) -> str:
-    node = lookup.node(options["node"])
+    node = lookup.find_node(options["node"])
     operation = unload_requests.evict(node, command_line.current_actor().name, now=clock.now()).operation
     index = operation.payload["replica_index"]
     if options["json"]:
@@ -362,15 +368,14 @@ def evict(options: Options) -> str:
     return f"{node.name}: {operation.element}#{index} is unloaded (operation {operation.id})"
 
 
-def _summary(node: BackendNode, message: str) -> str:
-    """Return the message and the new status of the node."""
+def _status_message(node: BackendNode, message: str) -> str:
     now = BackendNode.objects.filter(pk=node.pk).first()
     return f"{node.name}: {message}" + (f"; it is {now.status}" if now else "")
 
 
 def label(options: Options) -> str:
-    """Apply all label changes in one transaction; without arguments, show the labels."""
-    node = lookup.node(options["node"])
+    """Set and remove labels in one transaction; without arguments, show the labels."""
+    node = lookup.find_node(options["node"])
     labels_to_set, dropped = _parse_labels(options["labels"])
     if labels_to_set or dropped:
         now, actor = clock.now(), command_line.current_actor()
@@ -398,13 +403,13 @@ def decide_conflict(options: Options) -> str:
         "refuse": (actions.REFUSE, refuse_conflict),
     }[options["verb"]]
     node = decide(
-        lookup.conflict(options["conflict"]).id, actor=command_line.current_actor(), now=clock.now()
+        lookup.find_conflict(options["conflict"]).id, actor=command_line.current_actor(), now=clock.now()
     )
     return _respond(options, node, action.message)
 
 
 def make_join_token(options: Options) -> str:
-    """Create a join token. Return the machine's command line with the token, which is shown only once."""
+    """Create a join token; return the command line with it for the new machine, which is shown only once."""
     url = options["url"] or conf.cluster().public_url
     if not url:
         raise CommandError("the server's URL is unknown: set CLUSTER_PUBLIC_URL, or give --url")
@@ -435,12 +440,12 @@ def make_join_token(options: Options) -> str:
 
 
 def list_join_tokens(options: Options) -> str:
-    tokens = join.token_rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
+    tokens = join.token_rows(JoinToken.objects.all()[:MAX_SHOWN_TOKENS], clock.now())
     return command_line.list_rows(options, _TOKENS, tokens, "no join tokens")
 
 
 def revoke_join_token(options: Options) -> str:
-    token = lookup.join_token(options["token"])
+    token = lookup.find_join_token(options["token"])
     joining.revoke(token.pk, actor=command_line.current_actor(), now=clock.now())
     message = "join token revoked"
     return (

@@ -27,11 +27,11 @@ from nodes.models import PlacementRecord
 from nodes.placement.sizes import describe_need
 
 GIB = 2**30
-_NODES = re.compile(
+_NODES_PATTERN = re.compile(
     r"(?:(?P<count>\d{1,4})x)?(?P<gib>\d{1,7}(?:\.\d+)?)(?:GiB)?(?P<labels>(?:,[^,=]+=[^,]*)*)"
 )
 
-_REPLICAS: Columns = {
+_REPLICA_HEADINGS: Columns = {
     "NODE": "node",
     "INDEX": "replica_index",
     "STATE": "state",
@@ -39,18 +39,18 @@ _REPLICAS: Columns = {
     "SINCE": lambda replica: command_line.format_age(replica["since"], clock.now()),
 }
 _DECISION: Columns = {"OUTCOME": "outcome", "NODE": "node", "INDEX": "replica_index", "WHY": "reason"}
-_RECORDS: Columns = {
+_RECORD_HEADINGS: Columns = {
     "RECORD": "id",
     "AGE": lambda record: command_line.format_age(record["last_at"], clock.now()),
     "KIND": "kind",
     **_DECISION,
 }
-_PLAN: Columns = {"REPLICA": "replica", **_DECISION}
-_CHANGES: Columns = {"DO": "do", "NODE": "node", "WHY": "why"}
+_PLAN_HEADINGS: Columns = {"REPLICA": "replica", **_DECISION}
+_CHANGE_HEADINGS: Columns = {"DO": "do", "NODE": "node", "WHY": "why"}
 
 
 class Command(VerbCommand):
-    """One subcommand per question."""
+    """The command; its subcommands are the questions."""
 
     help = "Explains where models run, and plans where they would go; changes nothing."
 
@@ -142,7 +142,7 @@ def _parse_label(text: str) -> tuple[str, str]:
 
 
 def _parse_nodes(text: str) -> dict[str, Any]:
-    match = _NODES.fullmatch(text)
+    match = _NODES_PATTERN.fullmatch(text)
     if match is None:
         raise ArgumentTypeError("use 24GiB, or 3x24GiB for three of them, with ,KEY=VALUE for labels")
     labels = dict(_parse_label(pair) for pair in match["labels"].split(",") if pair)
@@ -187,7 +187,7 @@ def plan(options: Options) -> str:
 
 
 def recompute(options: Options) -> str:
-    """Compare a stored decision with the decision that its snapshot yields with the present code."""
+    """Compare a stored decision with the one that the present code takes from the same snapshot."""
     record = PlacementRecord.objects.filter(pk=options["record"]).first()
     if record is None:
         raise errors.NotFound("there is no record of this number")
@@ -203,9 +203,9 @@ def recompute(options: Options) -> str:
 def _explanation_text(row: Mapping[str, Any]) -> str:
     parts = [f"next request: {command_line.printable(row['next']['says'])}"]
     if row["replicas"]:
-        parts.append(command_line.format_table(_REPLICAS, row["replicas"]))
+        parts.append(command_line.format_table(_REPLICA_HEADINGS, row["replicas"]))
     if row["records"]:
-        parts.append(command_line.format_table(_RECORDS, row["records"]))
+        parts.append(command_line.format_table(_RECORD_HEADINGS, row["records"]))
     if (placement := row["next"]["placement"]) is not None:
         parts.append("\n".join(["one more replica now:", *_node_lines(placement)]))
         parts.append(_memory_text(row["next"]["memory"]))
@@ -213,11 +213,11 @@ def _explanation_text(row: Mapping[str, Any]) -> str:
 
 
 def _plan_text(row: Mapping[str, Any]) -> str:
-    """Return the decisions, and the near misses among the nodes of the last decision."""
+    """Return the decisions of a plan, and the near misses among the nodes of the last decision."""
     decisions = row["decisions"]
     parts = [
         f"{row['placed']} of {row['wanted']} replicas placed",
-        command_line.format_table(_PLAN, decisions),
+        command_line.format_table(_PLAN_HEADINGS, decisions),
     ]
     if near := list(_node_lines(decisions[-1])):
         parts.append("\n".join([f"replica {decisions[-1]['replica']}:", *near]))
@@ -243,7 +243,7 @@ def _rule_text(row: Mapping[str, Any]) -> str:
     changes = [{"do": "load", **load} for load in row["loads"]]
     changes += [{"do": "retire", **replica} for replica in row["retires"]]
     if changes:
-        parts.append(command_line.format_table(_CHANGES, changes))
+        parts.append(command_line.format_table(_CHANGE_HEADINGS, changes))
     if row["left_out"]:
         parts.append(f"and {row['left_out']} loads more")
     if row["unsatisfiable"]:

@@ -15,7 +15,7 @@ from nodes.scheduling.rules import Rule
 
 
 class Command(VerbCommand):
-    """One subcommand per verb."""
+    """The command; its subcommands are the verbs."""
 
     help = "Shows, sets and deletes scheduling rules: nodes and replicas of models."
 
@@ -63,7 +63,7 @@ def _state(name: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda row: row.get("state", {}).get(name)
 
 
-_LIST: Columns = {
+_LIST_HEADINGS: Columns = {
     "MODEL": "model_name",
     "WANTS": _wanted_text,
     "ON": "node_selector",
@@ -76,7 +76,7 @@ _LIST: Columns = {
 
 def list_rules(options: Options) -> str:
     rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
-    return command_line.list_rows(options, _LIST, rows, "no scheduling rules")
+    return command_line.list_rows(options, _LIST_HEADINGS, rows, "no scheduling rules")
 
 
 def set_rule(options: Options) -> str:

@@ -28,7 +28,7 @@ from operations.ledger.admission import Requester
 from operations.management import following, operation_texts
 from operations.models import Operation
 
-FILTERS = {
+HISTORY_OPTIONS = {
     "node": ("NODE", "for this node: name or id"),
     "backend": ("NAME", "of this backend or model"),
     "kind": ("KIND", "such as backend_install or model_load"),
@@ -39,7 +39,7 @@ FILTERS = {
     "limit": ("N", "how many; 50 unless given"),
     "cursor": ("CURSOR", "goes on where a list ended that printed it"),
 }
-"""Options of `history`: the filters of the REST API."""
+"""Options of `history`, which are the filters of the REST API."""
 
 
 _ID: Argument = ("operation", {"metavar": "ID", "help": "id or id prefix"})
@@ -55,14 +55,16 @@ _COMMENT: Argument = ("--comment", {"default": "", "help": "why it needs no more
 
 
 class Command(VerbCommand):
-    """One subcommand per verb."""
+    """The command; its subcommands are the verbs."""
 
     help = "Shows operations, ends them, and tries them again."
 
     def add_verbs(self, add: AddVerb) -> None:
         add("list", list_operations, "List what waits and runs, and failures not dismissed.")
         add("inbox", inbox, "List failures that no one has dismissed.")
-        filters = [(f"--{name}", {"metavar": value, "help": what}) for name, (value, what) in FILTERS.items()]
+        filters = [
+            (f"--{name}", {"metavar": value, "help": what}) for name, (value, what) in HISTORY_OPTIONS.items()
+        ]
         add("history", history, "List what has ended, the latest first.", *filters)
         add("show", show, "Show one operation and its part on each node.", _ID, _FOLLOW)
         add("cancel", cancel, "End an operation for good.", _ID, _NODES)
@@ -75,15 +77,15 @@ class Command(VerbCommand):
 
 def list_operations(options: Options) -> str:
     """Return the text or JSON of `GET /api/operations`."""
-    return _listed(options, live_entries(), "no operations")
+    return _list_text(options, live_entries(), "no operations")
 
 
 def inbox(options: Options) -> str:
     """Return the text or JSON of `GET /api/operations/inbox`."""
-    return _listed(options, undismissed_failures(), "the inbox is empty")
+    return _list_text(options, undismissed_failures(), "the inbox is empty")
 
 
-def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
+def _list_text(options: Options, entries: list[dict[str, Any]], none: str) -> str:
     if options["json"]:
         return command_line.as_json({"operations": entries})
     return operation_texts.operations_text(entries, none=none)
@@ -91,7 +93,7 @@ def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
 
 def history(options: Options) -> str:
     """Return the text or JSON of a page of `GET /api/operations/history`."""
-    given = {name: options[name] for name in FILTERS if options[name] is not None}
+    given = {name: options[name] for name in HISTORY_OPTIONS if options[name] is not None}
     if "node" in given:
         given["node"] = _node_id(given["node"])
     page = history_page(given)
@@ -101,7 +103,7 @@ def history(options: Options) -> str:
 
 
 def _node_id(text: str) -> str:
-    """Return the id of a node. A complete id may belong to a removed node."""
+    """Return the id of a node by its name or id. A complete id may belong to a removed node."""
     try:
         return str(UUID(text))
     except ValueError:
@@ -110,7 +112,7 @@ def _node_id(text: str) -> str:
 
 def show(options: Options) -> str:
     """Return one operation, in the form of the list."""
-    operation = _operation(options["operation"])
+    operation = _find_operation(options["operation"])
     if options["follow"]:
         return following.follow_to_end(operation.id, options["out"], as_json=options["json"])
     entry = as_entry(operation)
@@ -119,7 +121,7 @@ def show(options: Options) -> str:
 
 def cancel(options: Options) -> str:
     """Cancel the operation, or its targets on some nodes."""
-    operation, actor = _operation(options["operation"]), str(command_line.current_actor())
+    operation, actor = _find_operation(options["operation"]), str(command_line.current_actor())
     nodes = [kinds.hooks().find_node(text) for text in options["node"]]
     if not nodes:
         cancelled = verbs.cancel_operation(operation, actor=actor)
@@ -129,8 +131,8 @@ def cancel(options: Options) -> str:
 
 
 def retry(options: Options) -> str:
-    """Repeat the operation. The returned text names the new operation."""
-    operation = _operation(options["operation"])
+    """Repeat an operation; the returned text names the new operation."""
+    operation = _find_operation(options["operation"])
     nodes = [kinds.hooks().find_node(text) for text in options["node"]]
     result = verbs.retry_operation(operation, nodes, Requester(str(command_line.current_actor())))
     if options["json"]:
@@ -142,8 +144,8 @@ def retry(options: Options) -> str:
 
 
 def dismiss(options: Options) -> str:
-    """Dismiss a failure; the comment stays in the history."""
-    operation = _operation(options["operation"])
+    """Dismiss a failure; the comment is stored in the history."""
+    operation = _find_operation(options["operation"])
     comment = options["comment"]
     if len(comment) > admission.MAX_COMMENT_LENGTH:
         raise CommandError(f"--comment must be at most {admission.MAX_COMMENT_LENGTH} characters long")
@@ -152,7 +154,7 @@ def dismiss(options: Options) -> str:
 
 
 def continue_waves(options: Options) -> str:
-    """Open the next wave. Confirmations let targets with a model's last replica continue."""
+    """Open the next wave, and confirm that targets may stop a model's last replica."""
     return _choose(options, "continue", options["confirm_last"], "goes on")
 
 
@@ -162,7 +164,7 @@ def stop_waves(options: Options) -> str:
 
 
 def _choose(options: Options, choice: str, confirmed: list[str], message: str) -> str:
-    operation = _operation(options["operation"])
+    operation = _find_operation(options["operation"])
     kinds.hooks().choose_waves(
         operation.id,
         choice,
@@ -179,7 +181,7 @@ def _result_text(options: Options, operation: Operation, message: str) -> str:
     return f"operation {operation.id}: {message}"
 
 
-def _operation(text: str) -> Operation:
+def _find_operation(text: str) -> Operation:
     """Return the operation with this id or id prefix. Raise CommandError unless exactly one matches."""
     hint = "`manage.py operations list` and `inbox` list their ids"
     return require_row_with_prefix(Operation.objects.order_by("-created_at"), text, "operation", hint)

@@ -69,7 +69,7 @@ def test_an_install_has_a_part_for_every_node_that_may_get_it_and_for_no_other()
                 {(intent.id, intent.fence): (intents.PutBack("late"), ())}, now=clock.now()
             )
         passes.end_stale_intents(now=clock.now())
-        passes.explain(None, now=clock.now())
+        passes.refresh_reasons(None, now=clock.now())
     assert PendingBackendOp.objects.count() == 2
     agent.refresh_from_db()
     assert (agent.status, agent.pending_ops.count()) == ("healthy", 0)

@@ -84,7 +84,7 @@ async def test_budgets_cap_and_follow_the_total(database: Counted) -> None:
     for node, (text, body, *expected) in zip(nodes, BUDGETS, strict=True):
         stored = await now_of(node)
         assert [stored.vram_budget_bytes, stored.available_vram] == expected, (text, body)
-    assert [text for text in database.statements if "UPDATE" in text] == [heartbeats.WRITE]
+    assert [text for text in database.statements if "UPDATE" in text] == [heartbeats.WRITE_SQL]
 
 
 @pytest.mark.rule("R1.36", "R1.47")
@@ -95,7 +95,7 @@ async def test_an_override_that_comes_between_wins(database: Counted) -> None:
     class Late(Counted):
         async def fetch_rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             found = await super().fetch_rows(statement, parameters)
-            if statement != heartbeats.WRITE:
+            if statement != heartbeats.WRITE_SQL:
                 await sync_to_async(overrides.set_vram_budget)(node.id, "20%", actor=ROOT, now=clock.now())
             return found
 
@@ -210,7 +210,7 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
         return bool(await database.pool.fetch_rows(_BLOCKED, {}))
 
     async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
-        await first.execute(heartbeats.WRITE, batch)
+        await first.execute(heartbeats.WRITE_SQL, batch)
         writer = BeatWriter(lambda: database, interval=0.01)
         writer.add(replace(one, available_ram=7))
         assert await clock.wait_until(blocked, timeout=60)
@@ -229,7 +229,10 @@ async def test_beats_gather_into_one_statement(database: Counted) -> None:
     )
     assert {status for status, _ in answers} == {200}
     written = [text for text in database.statements if "UPDATE" in text]
-    assert written in ([heartbeats.WRITE], [heartbeats.WRITE] * 2)  # the first to be proved may go ahead
+    assert written in (
+        [heartbeats.WRITE_SQL],
+        [heartbeats.WRITE_SQL] * 2,
+    )  # the first to be proved may go ahead
     assert len(database.statements) - len(written) <= 3
     stored = {n.name: n.available_ram async for n in BackendNode.objects.all()}
     assert stored == {f"w{i}": i for i in range(40)}
@@ -247,7 +250,7 @@ async def test_the_second_batch_waits_and_a_node_is_one_row(database: Counted) -
         writer.add(heartbeats.Beat(node.id, fingerprint, clock.now(), available_disk=figure))
     await writer.wait_until_written()
     assert clock.monotonic() - started >= 0.3
-    assert database.statements == [heartbeats.WRITE] * 2
+    assert database.statements == [heartbeats.WRITE_SQL] * 2
     assert (await now_of(node)).available_disk == 4
 
 
@@ -285,7 +288,7 @@ async def test_a_lost_batch_costs_one_beat(database: Counted) -> None:
     for figure in (1, 2):
         writer.add(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=figure))
         await writer.wait_until_written()
-    assert flickering.statements == [heartbeats.WRITE]
+    assert flickering.statements == [heartbeats.WRITE_SQL]
     assert (await now_of(node)).available_ram == 2
 
 
@@ -311,7 +314,7 @@ def test_reading_ends_in_storable_values_or_names_a_field(body: dict[str, Any]) 
     """One bad beat must never spoil the batch of everyone else."""
     refusal, figures = None, {}
     try:
-        figures = heartbeats.read(body)
+        figures = heartbeats.parse_heartbeat(body)
     except errors.InvalidInput as error:
         refusal = error
     assert refusal is None or refusal.field in body

@@ -155,7 +155,7 @@ async def test_a_copied_data_folder_shows_in_its_beats(
     assert (conflict.kind, conflict.claim, conflict.source_address) == ("instance", "1" * 32, "192.0.2.7")
     assert conflict.count == 2
     assert conflict.node_source_address == "127.0.0.1"
-    assert [text for text in database.statements if "UPDATE" in text] == [heartbeats.WRITE]
+    assert [text for text in database.statements if "UPDATE" in text] == [heartbeats.WRITE_SQL]
 
 
 async def test_a_conflict_that_cannot_be_noted_is_refused_all_the_same(

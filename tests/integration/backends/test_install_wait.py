@@ -166,7 +166,7 @@ def test_a_pass_costs_the_same_for_any_number_of_intents() -> None:
 @pytest.mark.rule("R6.18")
 def test_what_waits_for_its_node_says_so_and_until_when(fields: dict[str, Any], status: str) -> None:
     operation = asked(last_heartbeat=ago(1), **fields)
-    intents.explain(None, now=NOW)
+    intents.refresh_reasons(None, now=NOW)
     given_up = ago(1) + timedelta(seconds=conf.cluster().install_wait)
     waits = part(operation)
     assert waits.waits_for_node
@@ -175,7 +175,7 @@ def test_what_waits_for_its_node_says_so_and_until_when(fields: dict[str, Any], 
     operation.refresh_from_db()
     assert (operation.status, operation.message) == ("waiting_for_nodes", waits.reason)
     with CaptureQueriesContext(connection) as queries:
-        intents.explain(None, now=NOW)
+        intents.refresh_reasons(None, now=NOW)
     assert not [query for query in queries if query["sql"].startswith("UPDATE")], "nothing is new"
 
 
@@ -196,10 +196,10 @@ def test_work_for_a_node_that_is_deaf_on_the_bus_says_the_time_at_which_it_is_gi
 @pytest.mark.rule("R6.18")
 def test_what_waits_no_more_for_its_node_says_what_it_waits_for_then() -> None:
     operation = asked(offline_at=NOW)
-    intents.explain(None, now=NOW)
+    intents.refresh_reasons(None, now=NOW)
     BackendNode.objects.update(offline_at=None)
     PendingBackendOp.objects.update(last_error="node one is not responding")
-    intents.explain([BackendNode.objects.get().id], now=NOW)
+    intents.refresh_reasons([BackendNode.objects.get().id], now=NOW)
     found = part(operation)
     assert (found.waits_for_node, found.reason) == (False, "node one is not responding")
     assert found.next_check_at == PendingBackendOp.objects.get().next_retry_at
@@ -210,10 +210,10 @@ def test_what_waits_no_more_for_its_node_says_what_it_waits_for_then() -> None:
 def test_what_is_said_of_other_nodes_and_of_running_work_stays() -> None:
     operation = asked(offline_at=NOW)
     before = part(operation).reason
-    intents.explain([hot.node("other").id], now=NOW)
+    intents.refresh_reasons([hot.node("other").id], now=NOW)
     assert part(operation).reason == before
     BackendNode.objects.update(offline_at=None)
     claim()
     BackendNode.objects.update(offline_at=NOW)
-    intents.explain(None, now=NOW)
+    intents.refresh_reasons(None, now=NOW)
     assert part(operation).status == TargetStatus.RUNNING_ON_WORKER

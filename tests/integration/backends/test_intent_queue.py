@@ -207,7 +207,7 @@ async def test_what_is_overdue_and_taken_up_again_waits_for_no_node(stage: Stage
 
     def back() -> OperationTarget:
         BackendNode.objects.update(unhealthy_at=clock.now())
-        intents.explain(None, now=clock.now())
+        intents.refresh_reasons(None, now=clock.now())
         BackendNode.objects.update(unhealthy_at=None)
         due_now()
         claim()

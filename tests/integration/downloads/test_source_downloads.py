@@ -61,7 +61,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 async def loading(stage: Stage, plan: ImportPlan, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A load of the imported model, whose nodes have the backend."""
     monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.01)
-    monkeypatch.setattr(source_downloads, "_POLL", 0.02)
+    monkeypatch.setattr(source_downloads, "_POLL_SECONDS", 0.02)
     (stage.folder / "echo.yaml").unlink()
     await imported(plan)
     for node in (stage.one, stage.two):
@@ -483,7 +483,7 @@ async def test_a_load_on_a_shared_folder_that_hangs_is_tried_again(
     settings.CLUSTER = replace(settings.CLUSTER, shared_models=True)
     hangs = threading.Event()
     monkeypatch.setattr(staging, "files_at_source", lambda *_: hangs.wait(60))
-    monkeypatch.setattr(staging, "_PLAN_LIMIT", 0.01)
+    monkeypatch.setattr(staging, "_PLAN_TIMEOUT", 0.01)
     try:
         with pytest.raises(Postpone, match="does not answer"):
             await asyncio.wait_for(loading.handler(loading.work), 30)

@@ -297,7 +297,7 @@ def test_a_load_that_is_refused_keeps_the_pressure(
 def test_reports_that_nobody_renews_are_deleted_by_the_next_one() -> None:
     """Of processes that have ended; a report that was lost is made again whole."""
     old, prefixes = uuid4(), hot.alone()
-    ago = clock.now() - 3 * pressure.WINDOW
+    ago = clock.now() - 3 * pressure.PRESSURE_WINDOW
     PrefixPressure.objects.create(process_id=old, model_name="m", times=[ago.isoformat()], reported_at=ago)
     assert pressure.pressure_by_model(["m"], clock.now()) == {}
     kept_away(prefixes, 2)

@@ -115,8 +115,8 @@ async def test_without_the_channel_layer_changes_come_from_the_rows(
         raise ConnectionError("refused")
 
     monkeypatch.setattr(topics, "get_channel_layer", away)
-    monkeypatch.setattr(topics, "RETRY_AFTER", 0.01)
-    monkeypatch.setattr(topics, "READ_EVERY", 0.05)
+    monkeypatch.setattr(topics, "RESUBSCRIBE_SECONDS", 0.01)
+    monkeypatch.setattr(topics, "READ_INTERVAL", 0.05)
     page = await (await tab()).greeted()
     operation = await admit()
     await page.until(lambda: str(operation.id) in page.operations)

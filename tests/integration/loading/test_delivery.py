@@ -64,7 +64,7 @@ def files(stage: Stage, settings: Settings) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.01)
     monkeypatch.setattr(staging, "REPORT_EVERY", 0.02)
-    monkeypatch.setattr(staging, "_TURN_POLL", 0.02)
+    monkeypatch.setattr(staging, "_TURN_POLL_SECONDS", 0.02)
 
 
 @asynccontextmanager

@@ -417,7 +417,7 @@ async def test_a_worker_that_measures_for_long_neither_delays_nor_fails_the_load
     stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The published row has no owner, which is no lost slot; the reading still counts when it comes."""
-    monkeypatch.setattr(load, "_SLOT_POLL", 0.01)
+    monkeypatch.setattr(load, "_SLOT_POLL_SECONDS", 0.01)
     await in_thread(a_gpu, stage)
     measured = asyncio.Event()
 
@@ -437,7 +437,7 @@ async def test_a_publication_that_takes_long_is_no_lost_slot(
     stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row is published, and the answer of the database still on its way."""
-    monkeypatch.setattr(load, "_SLOT_POLL", 0.01)
+    monkeypatch.setattr(load, "_SLOT_POLL_SECONDS", 0.01)
     ready(stage, m.RunningReply())
     publish = slots.publish
 

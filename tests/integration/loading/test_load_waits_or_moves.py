@@ -251,7 +251,7 @@ async def test_a_lost_bus_and_an_early_lack_of_a_listener_move_no_load(
     stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker goes on with what it was told: the load stays with it."""
-    monkeypatch.setattr(commands, "_RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(commands, "_RETRY_PAUSE_SECONDS", 0.0)
 
     def lost() -> Exception:
         stage.bus.generation += 1

@@ -481,7 +481,7 @@ async def test_a_hash_is_computed_once_for_a_file_that_stays(
         right = hashlib.sha256(one.file.read_bytes()).hexdigest()
         assert (await hashed(looked(one), read))[0] == right
         assert (sum(read), await in_thread(FileHash.objects.count)) == (SIZE, 0)
-        monkeypatch.setattr(source_files, "_SETTLED_AFTER", -1e9)
+        monkeypatch.setattr(source_files, "_SETTLED_AFTER_SECONDS", -1e9)
         for _ in range(2):
             assert (await hashed(looked(one), read))[0] == right
         assert (sum(read), await in_thread(FileHash.objects.count)) == (2 * SIZE, 1)

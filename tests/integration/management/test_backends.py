@@ -134,7 +134,7 @@ def both(*steps: Callable[[], None]) -> Callable[[], None]:
 def only_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but news leads to a second look; a test does not wait for news that do not come."""
     wait_for_news = following._wait_for_change
-    monkeypatch.setattr(following, "READ_EVERY", 600.0)
+    monkeypatch.setattr(following, "READ_INTERVAL", 600.0)
     monkeypatch.setattr(
         following, "_wait_for_change", lambda woken: asyncio.wait_for(wait_for_news(woken), 30)
     )
@@ -176,7 +176,7 @@ def test_a_lost_notification_costs_a_few_seconds_and_an_outage_no_end(
         yield
 
     monkeypatch.setattr(events, "listen", deaf)
-    monkeypatch.setattr(following, "READ_EVERY", 0.01)
+    monkeypatch.setattr(following, "READ_INTERVAL", 0.01)
     real, fails = jobs.read_entry, [OperationalError("the server is gone")]
 
     def broken_once(id: Any) -> Any:
@@ -298,7 +298,7 @@ def test_a_terminal_shows_twenty_lines_at_most_and_counts_the_rest() -> None:
     said = refused("install", "echo", screen=screen)
     assert "29 cancelled, 1 had already finished (by ann)" in said
     drawn = screen.getvalue().split("backend install of echo")[1]
-    assert drawn.count("node-") == following.MAX_LINES - 2
+    assert drawn.count("node-") == following.MAX_LINES_SHOWN - 2
 
 
 def begin_all() -> None:

@@ -197,7 +197,7 @@ def test_show_of_many_parts_costs_two_queries_more() -> None:
 
 
 def test_show_follows_to_the_end_and_an_ended_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "READ_EVERY", 600.0)
+    monkeypatch.setattr(following, "READ_INTERVAL", 600.0)
     operation = ask(hot.node("a"))
     screen = Screen(("a: queued", lambda: settle(a=Ended())))
     call_command("operations", "show", str(operation.id), "--follow", stdout=screen)
@@ -209,7 +209,7 @@ def test_show_follows_to_the_end_and_an_ended_one_ends_at_once(monkeypatch: pyte
 
 
 def test_an_operation_without_parts_is_followed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "READ_EVERY", 600.0)
+    monkeypatch.setattr(following, "READ_INTERVAL", 600.0)
     operation = load()
 
     def fail() -> None:

@@ -277,8 +277,8 @@ def test_the_record_ends_after_its_time_and_what_waits_for_someone_never() -> No
 
 def test_the_inbox_and_the_record_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Review X11: failures that nobody dismissed stayed for ever, and each open page is told all of them."""
-    monkeypatch.setattr(retention, "MAX_FAILURES", 3)
-    monkeypatch.setattr(retention, "DISMISSED_PER_TRANSACTION", 2)
+    monkeypatch.setattr(retention, "MAX_INBOX_FAILURES", 3)
+    monkeypatch.setattr(retention, "MAX_DISMISSED_PER_TRANSACTION", 2)
     now = clock.now()
     failures = [ended("failed", now - timedelta(minutes=number)) for number in range(8)]
     prune_record()
@@ -288,7 +288,7 @@ def test_the_inbox_and_the_record_are_bounded_by_number(monkeypatch: pytest.Monk
     assert [row.id for row in dismissed] == [row.id for row in failures[3:]], "deleted by nobody"
     assert {row.dismissed_comment for row in dismissed} == {retention.OVERFLOW_COMMENT}
     assert len({row.seq for row in dismissed}) == 5, "open pages are told"
-    monkeypatch.setattr(retention, "MAX_ENDED", 2)
+    monkeypatch.setattr(retention, "MAX_ENDED_OPERATIONS", 2)
     running = ended("processing", now, finished_at=None, fence=1, lease_until=now + timedelta(hours=1))
     prune_record()
     kept = [*failures[:5], running]

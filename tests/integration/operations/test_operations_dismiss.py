@@ -358,9 +358,9 @@ def test_looking_costs_the_same_for_any_number_of_operations() -> None:
         now = feed.current_seq()
         looks: list[Callable[[], Any]] = [
             listed,
-            lambda: topics.read(None),
-            lambda: topics.read(now - 1),
-            lambda: topics.read(now),
+            lambda: topics.read_update(None),
+            lambda: topics.read_update(now - 1),
+            lambda: topics.read_update(now),
         ]
         return [queries_of(look) for look in looks]
 

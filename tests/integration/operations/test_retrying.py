@@ -167,7 +167,7 @@ def test_clearing_the_record_locks_in_the_order_of_all_others() -> None:
 
     def clear() -> None:
         try:
-            retention.clear()
+            retention.delete_ended()
         finally:
             connection.close()
 

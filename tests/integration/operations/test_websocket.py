@@ -159,7 +159,7 @@ async def test_a_gap_leads_back_to_the_rows(watch: Watch) -> None:
 
 async def test_silence_is_not_trusted(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if no message ever comes, the client sees the change."""
-    monkeypatch.setattr(topics, "READ_EVERY", 0.05)
+    monkeypatch.setattr(topics, "READ_INTERVAL", 0.05)
     socket = await watch()
     await opened(socket)
     await admit("one")

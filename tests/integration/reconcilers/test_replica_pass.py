@@ -316,7 +316,7 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
 @pytest.mark.rule("R4.18")
 def test_a_replica_serves_again_when_somebody_cancels_its_unload_in_time() -> None:
     replica, _ = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
-    replicas.retire(replica.pk, "idle", clock.now())
+    replicas.retire_replica(replica.pk, "idle", clock.now())
     admission.cancel(Operation.objects.get().id, actor="anna", now=clock.now())
     assert [one.id for one in drains.return_abandoned()] == [replica.pk]
     assert NodeModel.objects.filter(state="loaded").count() == 2
@@ -328,7 +328,7 @@ def test_a_replica_stays_when_an_eviction_took_the_other_one_since_the_plan() ->
     replica, other = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
     terminations.evict([other.pk], now=clock.now())
     with pytest.raises(errors.Conflict, match="another replica of the model has gone"):
-        replicas.retire(replica.pk, "idle", clock.now())
+        replicas.retire_replica(replica.pk, "idle", clock.now())
     assert NodeModel.objects.get(pk=replica.pk).state == "loaded"
 
 
@@ -344,7 +344,7 @@ def test_a_replica_that_is_used_before_its_row_is_locked_stays(column: str, valu
     changed = columns(phase=value) if column == "phase" else {column: value or clock.now()}
     NodeModel.objects.filter(pk=replica.pk).update(**changed)
     with pytest.raises(errors.Conflict, match="in use again"):
-        replicas.retire(replica.pk, "idle", clock.now())
+        replicas.retire_replica(replica.pk, "idle", clock.now())
     assert not Operation.objects.exists()
     assert NodeModel.objects.get().phase == changed.get("phase", "serving")
 
@@ -355,7 +355,7 @@ def test_a_request_that_is_being_counted_in_keeps_its_replica() -> None:
     """The pass waits for the row, and then sees the request that has just come."""
     replica = idle(hot.node("one"), 0)
     picked = holding("UPDATE node_models SET in_flight = in_flight + 1 WHERE id = %s", replica.pk)
-    (refused,) = after(picked, lambda: replicas.retire(replica.pk, "idle", clock.now()))
+    (refused,) = after(picked, lambda: replicas.retire_replica(replica.pk, "idle", clock.now()))
     assert isinstance(refused, errors.Conflict)
     assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)
 
@@ -370,7 +370,7 @@ def test_a_replica_stays_when_its_unload_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(drains, "drain_idle", refuses)
     with pytest.raises(errors.Conflict):
-        replicas.retire(replica.pk, "idle", clock.now())
+        replicas.retire_replica(replica.pk, "idle", clock.now())
     assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)
 
 
@@ -471,7 +471,7 @@ async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at
         return outcome
 
     monkeypatch.setattr(replicas, "run_pass", look)
-    monkeypatch.setattr(replicas, "GATHER", 0.0)
+    monkeypatch.setattr(replicas, "GATHER_SECONDS", 0.0)
     made = replicas.ReplicaPass()
     running = asyncio.create_task(made.run())
     try:

@@ -201,7 +201,7 @@ def test_an_attempt_that_is_cut_off_is_continued(after: int, monkeypatch: pytest
     three = nodes(3, approved_at=None, weak_identity=True)
     operation = run("approve", three)
     calls: list[Any] = []
-    original = bulk.VERBS[bulk.APPROVE]
+    original = bulk.VERBS[bulk.APPROVE_KIND]
 
     def counted(*args: Any) -> None:
         original(*args)
@@ -209,7 +209,7 @@ def test_an_attempt_that_is_cut_off_is_continued(after: int, monkeypatch: pytest
         if len(calls) == after + 1:
             raise Killed  # after the verb, before the outcome of its part
 
-    monkeypatch.setitem(bulk.VERBS, bulk.APPROVE, counted)
+    monkeypatch.setitem(bulk.VERBS, bulk.APPROVE_KIND, counted)
     with pytest.raises(Killed):
         run_controller()
     operation.refresh_from_db()
@@ -457,7 +457,7 @@ def test_a_removal_that_is_cut_off_is_continued(monkeypatch: pytest.MonkeyPatch)
     """Nodes and the outcomes of their targets are one transaction: none is reported as missing afterwards."""
     three = nodes(3)
     operation = run("remove", three)
-    monkeypatch.setattr(bulk, "REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr(bulk, "REMOVALS_PER_TRANSACTION", 2)
     original, calls = attempts.end_targets, list[Any]()
 
     def cut_off(*args: Any) -> int:

@@ -143,7 +143,7 @@ def test_too_many_revocations_are_cut_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The newest count: an account's JWT that the bus does not carry would stop every later revocation."""
-    monkeypatch.setattr(bus_credentials, "MAX_REVOKED", 3)
+    monkeypatch.setattr(bus_credentials, "MAX_REVOCATIONS", 3)
     BusCredential.objects.bulk_create(
         BusCredential(
             public_key=f"U{number}",

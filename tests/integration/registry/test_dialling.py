@@ -33,18 +33,18 @@ def test_a_reply_may_name_what_was_registered_in_any_spelling() -> None:
     """A stock worker replies with the host that it advertises and the engine's port (nats.md §4.1)."""
     node = api.make_node("gpu-1", address="GPU-1.Example:50051")
     for replied in ("GPU-1.Example:50053", "gpu-1.example.:1", "gpu-1.EXAMPLE:65535"):
-        assert dial_targets.accept(node.id, replied, now=NOW).address == replied
+        assert dial_targets.accept_replied_address(node.id, replied, now=NOW).address == replied
     assert not NodeEvent.objects.filter(kind="address_refused").exists()
 
 
 def test_ipv6_has_one_spelling() -> None:
     node = api.make_node("gpu-1", address="[2001:db8::1]:50051")
-    assert dial_targets.accept(node.id, "[2001:DB8:0::1]:7", now=NOW)
+    assert dial_targets.accept_replied_address(node.id, "[2001:DB8:0::1]:7", now=NOW)
 
 
 def refused(node_id: Any, replied: str, now: datetime = NOW) -> str:
     with pytest.raises(dial_targets.AddressRefused) as caught:
-        dial_targets.accept(node_id, replied, now=now)
+        dial_targets.accept_replied_address(node_id, replied, now=now)
     return caught.value.message
 
 
@@ -78,15 +78,15 @@ def test_a_long_or_invisible_address_is_kept_short_and_readable() -> None:
 
 def test_a_reply_of_a_removed_node_is_refused() -> None:
     with pytest.raises(errors.NotFound):
-        dial_targets.accept(uuid4(), "gpu-1:1", now=NOW)
+        dial_targets.accept_replied_address(uuid4(), "gpu-1:1", now=NOW)
 
 
 @pytest.mark.usefixtures("listed")
 def test_a_listed_host_holds_for_its_node_only() -> None:
     one = api.make_node("gpu-1", address="gpu-1:50051", http_address="10.0.0.5:50050")
     two = api.make_node("gpu-2", address="gpu-2:50051")
-    assert dial_targets.accept(one.id, "gpu-1.LAN:7", now=NOW)
-    assert dial_targets.accept(one.id, "10.0.0.5:7", now=NOW)
+    assert dial_targets.accept_replied_address(one.id, "gpu-1.LAN:7", now=NOW)
+    assert dial_targets.accept_replied_address(one.id, "10.0.0.5:7", now=NOW)
     refused(one.id, "gpu-2:7")
     refused(two.id, "10.0.0.5:7")
 
@@ -176,7 +176,7 @@ def test_no_node_is_a_clouds_metadata_service(host: str, settings: Settings) -> 
     plain = host.lower().strip("[].").removeprefix("::ffff:")
     listed = {"gpu-1": frozenset({plain})}
     settings.CLUSTER = replace(settings.CLUSTER, node_hosts=listed)
-    assert dial_targets.accept(node.id, f"{host}:50053", now=NOW)
+    assert dial_targets.accept_replied_address(node.id, f"{host}:50053", now=NOW)
 
 
 SERVER = dial_targets.HttpServer("gpu-1", "healthy", dial_targets.Contact("gpu-1.example:80", "token"))
@@ -237,7 +237,7 @@ def test_an_engine_at_a_name_that_leads_to_a_metadata_service_is_refused(
     event = NodeEvent.objects.get(kind="address_refused")
     assert (event.cause, event.detail) == (reason, {"replied": "gpu-1.example:50053"})
     lead_to(monkeypatch, "10.0.0.7")
-    assert dial_targets.accept(node.id, "gpu-1.example:50053", now=NOW)
+    assert dial_targets.accept_replied_address(node.id, "gpu-1.example:50053", now=NOW)
 
 
 async def test_the_addresses_of_a_name_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_engines_tell_the_two_tokens_apart(token: str, status: int, tmp_path: Pa
 )
 def test_a_load_offers_the_same(engine_token: str, weak: bool, offers: str) -> None:
     node = hot.node(engine_token=engine_token, weak_identity=weak)
-    assert dial_targets.accept(node.id, "127.0.0.1:7001", now=now()).token == offers
+    assert dial_targets.accept_replied_address(node.id, "127.0.0.1:7001", now=now()).token == offers
 
 
 def test_each_registration_says_what_holds() -> None:

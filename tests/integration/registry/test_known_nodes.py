@@ -51,7 +51,7 @@ async def test_a_beat_of_a_known_node_costs_no_statement(database: Counted, hand
         found = [await gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet)]
         assert found == [None] * 20
         hand.now += 2.0
-    assert database.statements == [heartbeats.ALL_IDENTITIES] * 2
+    assert database.statements == [heartbeats.ALL_IDENTITIES_SQL] * 2
 
 
 @pytest.mark.rule("http-1.2")
@@ -120,7 +120,7 @@ async def test_a_fleet_that_changed_is_read_as_a_whole(database: Counted, hand: 
         memory.forget(str(node.id))
     for number, node in enumerate(fleet):
         assert await gate.prove(beat_of(node, f"{number:064x}")) is None
-    assert database.statements == [heartbeats.ALL_IDENTITIES] * 2
+    assert database.statements == [heartbeats.ALL_IDENTITIES_SQL] * 2
 
 
 @pytest.mark.rule("http-1.2")
@@ -141,7 +141,7 @@ async def test_many_at_once_wait_for_one_statement(database: Counted) -> None:
     gate = HeartbeatAuthenticator(lambda: database, IdentityCache())
     calls = (gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet))
     assert await asyncio.gather(*calls) == [None] * 20
-    assert database.statements == [heartbeats.ALL_IDENTITIES]
+    assert database.statements == [heartbeats.ALL_IDENTITIES_SQL]
 
 
 async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,11 @@ class Stage:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
-    for module, name in ((commands, "PING_EVERY"), (commands, "_RETRY_PAUSE"), (commands, "BUS_WAIT")):
+    for module, name in (
+        (commands, "PING_EVERY"),
+        (commands, "_RETRY_PAUSE_SECONDS"),
+        (commands, "BUS_WAIT"),
+    ):
         monkeypatch.setattr(module, name, 0.0)
     monkeypatch.setattr(unload_requests, "REPEAT_SECONDS", 0.01)
     monkeypatch.setattr(unload_requests, "POLL_SECONDS", 0.01)

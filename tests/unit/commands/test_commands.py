@@ -49,7 +49,7 @@ def bus() -> PlayedBus:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses cost nothing; only our own connection's age is left as it is."""
     monkeypatch.setattr(commands, "PING_EVERY", 0.001)
-    monkeypatch.setattr(commands, "_RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(commands, "_RETRY_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(commands, "BUS_WAIT", 0.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from localai_cluster.kit import clock
 from operations.executor import executor
-from operations.executor.executor import MAX_CLAIM_ITEMS, MIN_PARALLEL, Executor
+from operations.executor.executor import MAX_CLAIM_ITEMS, MIN_CLAIM_ITEMS, Executor
 
 
 class Backlog:
@@ -70,11 +70,11 @@ async def test_a_slow_claim_is_followed_by_smaller_ones_and_a_fast_one_by_larger
     queue.seconds = 1.0
     for _ in range(3):
         await running.claim_once()
-    assert queue.limits[-1] == MIN_PARALLEL, "a claim always goes on"
+    assert queue.limits[-1] == MIN_CLAIM_ITEMS, "a claim always goes on"
     queue.due = 1
     await running.claim_once()
     await running.claim_once()
-    assert queue.limits[-1] == MIN_PARALLEL, "a claim of a few rows does not show that a large one is fast"
+    assert queue.limits[-1] == MIN_CLAIM_ITEMS, "a claim of a few rows does not show that a large one is fast"
     queue.seconds, queue.due = 0.0, 10**6
     for _ in range(8):
         await running.claim_once()

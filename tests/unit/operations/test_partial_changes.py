@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operations.changes.feed import PARTIAL, as_dict, change_of, merge_changes
+from operations.changes.feed import PARTIAL_KEY, as_dict, change_of, merge_changes
 from operations.models import Operation, OperationTarget, TargetStatus
 
 NODES = [UUID(int=number) for number in range(4)]
@@ -40,12 +40,12 @@ def applied(shown: Shown, changes: list[dict[str, Any]]) -> Shown:
     """As a page does it."""
     for change in changes:
         known = shown.get(change["jobID"])
-        if PARTIAL not in change:
+        if PARTIAL_KEY not in change:
             shown = {**shown, change["jobID"]: change}
         elif known is not None:
             moved = {part["node_id"]: part for part in change["nodes"]}
             nodes = [moved.get(part["node_id"], part) for part in known["nodes"]]
-            told = {key: value for key, value in change.items() if key != PARTIAL}
+            told = {key: value for key, value in change.items() if key != PARTIAL_KEY}
             shown = {**shown, change["jobID"]: {**told, "nodes": nodes}}
     return shown
 
@@ -79,8 +79,8 @@ def test_partial_changes_together_or_one_by_one_show_the_whole(
 def test_a_change_of_one_part_is_as_large_as_one_part() -> None:
     made, targets = operation({uuid4(): 1.0 for _ in range(1000)}, 1)
     change = change_of(made, targets, targets[:1])
-    assert (len(change["nodes"]), change[PARTIAL]) == (1, True)
-    assert PARTIAL not in change_of(made, targets, targets)
+    assert (len(change["nodes"]), change[PARTIAL_KEY]) == (1, True)
+    assert PARTIAL_KEY not in change_of(made, targets, targets)
     assert len(change_of(made, targets)["nodes"]) == 1000
 
 
@@ -90,5 +90,5 @@ def test_a_partial_change_after_a_whole_one_makes_a_whole_one_and_order_is_that_
     moved, later = operation(dict.fromkeys(NODES, 5.0), 3)
     found = merge_changes([change_of(made, targets), other, change_of(moved, later, later[:1])])
     assert [one["seq"] for one in found] == [2, 3]
-    assert PARTIAL not in found[1]
+    assert PARTIAL_KEY not in found[1]
     assert [part["percentage"] for part in found[1]["nodes"]] == [5.0, 0.0, 0.0, 0.0]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operations.changes import topics
-from operations.changes.topics import GATHER, Cursor, Update, gather_seconds
+from operations.changes.topics import GATHER_SECONDS, Cursor, Update, gather_seconds
 
 Next = Callable[[], Coroutine[Any, Any, Update]]
 NEVER = 3600.0
@@ -15,7 +15,12 @@ NEVER = 3600.0
 
 @pytest.mark.parametrize(
     ("told_ago", "has_gap", "seconds"),
-    [(NEVER, False, 0.0), (GATHER, False, 0.0), (GATHER / 5, False, GATHER * 4 / 5), (NEVER, True, GATHER)],
+    [
+        (NEVER, False, 0.0),
+        (GATHER_SECONDS, False, 0.0),
+        (GATHER_SECONDS / 5, False, GATHER_SECONDS * 4 / 5),
+        (NEVER, True, GATHER_SECONDS),
+    ],
     ids=["quiet", "just long enough", "soon after another one", "a number is missing"],
 )
 @pytest.mark.rule("O71")
@@ -31,7 +36,7 @@ async def reader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cursor,
         return Update(False, 10 if since is None else since, [])
 
     monkeypatch.setattr(topics, "_read_rows", read)
-    monkeypatch.setattr(topics, "READ_EVERY", NEVER)
+    monkeypatch.setattr(topics, "READ_INTERVAL", NEVER)
     one = Cursor()
     updates = one.updates(None)
     assert (await anext(updates)).seq == 10
@@ -45,7 +50,7 @@ async def test_a_change_after_a_quiet_moment_is_told_at_once(
     reader: tuple[Cursor, Next], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every report waited for others to come, although five batches a second are no flood."""
-    monkeypatch.setattr(topics, "GATHER", NEVER)
+    monkeypatch.setattr(topics, "GATHER_SECONDS", NEVER)
     one, update = reader
     one.receive(11, {"seq": 11})
     async with asyncio.timeout(60):

@@ -344,7 +344,7 @@ GPU = {"index": 0, "uuid": "GPU-a", "name": "NVIDIA L4", "total_vram": 24, "free
 
 
 def test_gpus_are_read_by_index_and_the_unknown_is_ignored() -> None:
-    assert heartbeats.read({"gpus": None})["gpus"] is None
+    assert heartbeats.parse_heartbeat({"gpus": None})["gpus"] is None
     assert resources.parse_gpus([]) == []
     second = {"index": 1, "total_vram": 24, "free_vram": 24, "new": [1]}
     assert resources.parse_gpus([second, GPU]) == [
@@ -379,8 +379,8 @@ def test_what_is_no_gpu_is_refused_by_its_field(field: str, told: object) -> Non
 
 def test_gpus_and_totals_are_one_reading() -> None:
     """R1.33: GPUs alone are the total as well; a total alone means that the GPUs are not known any more."""
-    assert heartbeats.read({"gpus": [GPU]})["available_vram"] == 20
-    both = heartbeats.read({"gpus": [GPU], "available_vram": 9})
+    assert heartbeats.parse_heartbeat({"gpus": [GPU]})["available_vram"] == 20
+    both = heartbeats.parse_heartbeat({"gpus": [GPU], "available_vram": 9})
     assert (both["available_vram"], both["gpus"]) == (9, [GPU])
-    assert heartbeats.read({"available_vram": 9})["gpus"] == []
-    assert heartbeats.read({"available_ram": 9})["gpus"] is None
+    assert heartbeats.parse_heartbeat({"available_vram": 9})["gpus"] == []
+    assert heartbeats.parse_heartbeat({"available_ram": 9})["gpus"] is None

@@ -3,7 +3,7 @@
 import pytest
 
 from localai_cluster import __version__
-from nodes.registry.node_rows import STOCK_WORKER, version_skew
+from nodes.registry.node_rows import STOCK_WORKER_SKEW, version_skew
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from nodes.registry.node_rows import STOCK_WORKER, version_skew
     [
         ("backend", __version__, False, ""),
         ("backend", "0.0.9", False, f"worker 0.0.9, server {__version__}"),
-        ("backend", "", True, STOCK_WORKER),
+        ("backend", "", True, STOCK_WORKER_SKEW),
         ("backend", "", False, ""),  # enrolled and not seen yet
         ("agent", "", True, ""),
         ("backend", "0.0.9", True, f"worker 0.0.9, server {__version__}"),

@@ -6,7 +6,7 @@ import pytest
 
 from localai_cluster.kit.settings_table import MAX_PRESSURE
 from nodes.gateway.prefix_routing import Pressure
-from nodes.scheduling.pressure import MAX_AHEAD, WINDOW, count_pressure
+from nodes.scheduling.pressure import MAX_CLOCK_LEAD, PRESSURE_WINDOW, count_pressure
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 TICK = timedelta(microseconds=1)
@@ -24,9 +24,9 @@ def test_what_counts() -> None:
     pressure.record("n", seconds(30))
     assert pressure.recent_times("unknown", NOW) == ()
     for _ in range(2):
-        assert pressure.recent_times("m", NOW + WINDOW) == (NOW,)
-    assert pressure.recent_times("m", NOW + WINDOW + TICK) == ()
-    assert pressure.recent_times("n", NOW + WINDOW) == (seconds(30),)
+        assert pressure.recent_times("m", NOW + PRESSURE_WINDOW) == (NOW,)
+    assert pressure.recent_times("m", NOW + PRESSURE_WINDOW + TICK) == ()
+    assert pressure.recent_times("n", NOW + PRESSURE_WINDOW) == (seconds(30),)
     assert pressure._times.keys() == {"n"}
 
 
@@ -51,10 +51,10 @@ def test_what_the_rows_come_to() -> None:
     that is a little ahead does not hide it, one that is far ahead makes nothing count for longer."""
     rows = [
         ("m", [seconds(-61).isoformat(), seconds(-60).isoformat(), seconds(-1).isoformat()]),
-        ("m", [seconds(-20).isoformat(), (NOW + MAX_AHEAD).isoformat(), seconds(3600).isoformat()]),
+        ("m", [seconds(-20).isoformat(), (NOW + MAX_CLOCK_LEAD).isoformat(), seconds(3600).isoformat()]),
         ("n", [seconds(-20).isoformat()]),
         ("old", [seconds(-90).isoformat()]),
     ]
     assert count_pressure(rows, {}, NOW) == {"m": 4, "n": 1}
     assert count_pressure(rows, {"m": seconds(-20)}, NOW) == {"m": 2, "n": 1}
-    assert count_pressure(rows, {"m": seconds(-20), "n": None}, NOW + MAX_AHEAD) == {"m": 2, "n": 1}
+    assert count_pressure(rows, {"m": seconds(-20), "n": None}, NOW + MAX_CLOCK_LEAD) == {"m": 2, "n": 1}

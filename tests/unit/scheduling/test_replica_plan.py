@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.scheduling.plan import COOLDOWN, plan
+from nodes.scheduling.plan import COOLDOWN_DURATION, plan
 from nodes.scheduling.snapshot import (
     Action,
     ClearUnsatisfiable,
@@ -148,7 +148,7 @@ def test_a_problem_is_counted_and_the_third_time_begins_a_cooldown(
         decision = decided(desired_state, hosts=hosts, replicas=taken)
         assert decision.actions == (Unsatisfiable("m", ticks, None, reason),)
         desired_state = replace(desired_state, ticks=ticks)
-    until = NOW + COOLDOWN
+    until = NOW + COOLDOWN_DURATION
     said = f"{reason}; nothing is tried until 10:05:00 UTC"
     decision = decided(desired_state, hosts=hosts, replicas=taken)
     assert decision.actions == (Unsatisfiable("m", 3, until, said),)
@@ -190,7 +190,7 @@ def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() 
     decision = decided(desired_state, hosts=[host(1)])
     assert [type(action) for action in decision.actions] == [LoadReplica, ClearUnsatisfiable]
     assert flags(decided(desired_state)) == [
-        Unsatisfiable("m", 4, NOW + COOLDOWN, decided(desired_state).reason),
+        Unsatisfiable("m", 4, NOW + COOLDOWN_DURATION, decided(desired_state).reason),
     ]
 
 
@@ -220,7 +220,7 @@ def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
         desired_state = replace(desired_state, ticks=ticks)
     (third,) = decided(desired_state, hosts=[host(1)], failures=failed).actions
     assert third == Unsatisfiable(
-        "m", 3, NOW + COOLDOWN, "the last load failed: refused; nothing is tried until 10:05:00 UTC"
+        "m", 3, NOW + COOLDOWN_DURATION, "the last load failed: refused; nothing is tried until 10:05:00 UTC"
     )
     old = {"m": Failure(ago(minutes=5), "refused")}
     assert flags(decided(desired_state, hosts=[host(1)], failures=old)) == [ClearUnsatisfiable("m")]

@@ -5,7 +5,7 @@ from django.db.models import F
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from localai_cluster.web.shapes import COMPONENT_SCHEMAS, FLAG, TEXT, TIME, Shape, column, count, field
-from nodes.registry.shape import LIVE_NODE, NODE, NODE_DETAIL
+from nodes.registry.shape import LIVE_NODE_SHAPE, NODE_DETAIL_SHAPE, NODE_SHAPE
 
 _DOCUMENTED = dict(COMPONENT_SCHEMAS)
 COMPONENT_SCHEMAS.clear()
@@ -55,7 +55,11 @@ def test_the_schema_says_what_the_values_are() -> None:
 
 def test_the_live_feed_has_every_key_and_the_list_leaves_empty_ones_out() -> None:
     """The three views of a node come from one table."""
-    assert LIVE_NODE.schema["required"] == sorted(LIVE_NODE.fields)
-    assert NODE.fields.keys() < NODE_DETAIL.fields.keys()
-    assert "capability" not in NODE.schema["required"]
-    assert NODE.row((None,) * len(NODE.columns)).keys().isdisjoint({"capability", "rejected", "vram_budget"})
+    assert LIVE_NODE_SHAPE.schema["required"] == sorted(LIVE_NODE_SHAPE.fields)
+    assert NODE_SHAPE.fields.keys() < NODE_DETAIL_SHAPE.fields.keys()
+    assert "capability" not in NODE_SHAPE.schema["required"]
+    assert (
+        NODE_SHAPE.row((None,) * len(NODE_SHAPE.columns))
+        .keys()
+        .isdisjoint({"capability", "rejected", "vram_budget"})
+    )
