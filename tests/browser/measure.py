@@ -81,7 +81,7 @@ _WEEK = """async () => {
     drawings += 1;
     return clearRect.apply(this, box);
   };
-  const buttons = [...document.querySelectorAll("[aria-label='Time shown'] button")];
+  const buttons = [...document.querySelectorAll("[aria-label='Period'] button")];
   const began = performance.now();
   buttons.find((button) => button.textContent === "Week").click();
   const sliders = () => [...document.querySelectorAll(".chart [role=slider]")];
@@ -209,7 +209,7 @@ def charts(page: Page, fleet: Fleet) -> list[Measured]:
     for _ in range(TURNS):
         page.goto(f"{fleet.webs[0].url}/app/nodes/{node}")
         # Nothing is planted for the last hour.
-        expect(page.get_by_text("No figures in this time.")).to_be_visible()
+        expect(page.get_by_text("No figures in this period.")).to_be_visible()
         milliseconds, drawings = page.evaluate(_WEEK)
         took.append(float(milliseconds))
     took.sort()

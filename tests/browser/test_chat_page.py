@@ -77,7 +77,7 @@ def test_a_model_is_loaded_by_the_first_question_and_what_it_says_is_harmless(
     screen: Screen, models: Fleet
 ) -> None:
     page = chat(screen, "late")
-    expect(page.get_by_text("The first message loads it.")).to_be_visible()
+    expect(page.get_by_text("The first message loads this model.")).to_be_visible()
     answer = say(page, SAID)
     expect(answer.get_by_role("progressbar", name="Loading model late")).to_be_visible()
     figures = answer.get_by_role("list", name="Figures of this answer")

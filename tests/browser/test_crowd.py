@@ -236,7 +236,7 @@ def test_a_node_shows_what_it_reported_runs_and_has(packed: Screen, crowd: Fleet
     replicas = page.get_by_role("region", name="Replicas")
     expect(replicas.get_by_text("loaded")).to_have_count(busy["model_count"])
     expect(replicas).to_contain_text("in flight")
-    page.get_by_role("navigation", name="Parts of").get_by_role("link", name="Backends").click()
+    page.get_by_role("navigation", name="Sections of").get_by_role("link", name="Backends").click()
     expect(page.get_by_role("region", name="Installed backends")).to_contain_text("Reported by the worker")
 
 

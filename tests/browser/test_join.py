@@ -79,7 +79,7 @@ def test_a_machine_joins_is_compared_approved_and_connected(
     card.get_by_role("button", name=f"Approve {NAME}").click()
     page.get_by_role("dialog").get_by_role("button", name="Approve", exact=True).click()
     expect(card.get_by_text("connected", exact=True)).to_be_visible()
-    done = card.get_by_role("list", name=f"What works on {NAME}").get_by_role("listitem")
+    done = card.get_by_role("list", name=f"Checks of {NAME}").get_by_role("listitem")
     for text in ("Registered", "Approved", "Heartbeat", "Answers commands"):
         expect(done.filter(has_text=text)).to_contain_text("done")
     assert token not in page.content()

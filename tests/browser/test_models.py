@@ -64,7 +64,7 @@ def test_a_model_is_found_loaded_on_a_node_and_unloaded(screen: Screen, models: 
     page.get_by_role("button", name="More", exact=True).click()
     page.get_by_role("menuitem", name="Unload all…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Unload", exact=True).click()
-    expect(page.get_by_text("Not running. The first request loads it.")).to_be_visible()
+    expect(page.get_by_text("Not running. The first request loads the model.")).to_be_visible()
 
 
 @pytest.mark.rule("UI-8.6", "UI-9.7")
@@ -116,7 +116,7 @@ def test_a_change_by_somebody_else_keeps_what_is_typed(screen: Screen, models: F
     assert models.put(f"/api/definitions/{STORED}", other).status_code == 200
     expect(page.get_by_role("group", name="Difference").last).to_contain_text("4096")
     # The feed tells; a save before that is refused by 409, as `model-page.test.tsx` has it.
-    moved = page.get_by_role("region", name="Change by somebody else")
+    moved = page.get_by_role("region", name="Change by another user")
     expect(moved).to_contain_text("revision 2")
     moved.get_by_role("button", name="Apply my changes to revision 2").click()
     expect(page.get_by_label("Parallel slots")).to_have_value("2")

@@ -152,7 +152,7 @@ def test_charts_keep_their_places_while_their_figures_load(
 @pytest.mark.rule("UI-4.1")
 def test_parts_have_addresses_and_keep_the_focus(screen: Screen, fleet: Fleet) -> None:
     page = screen.go(f"/app/nodes/{fleet.id('fine')}")
-    parts = page.get_by_role("navigation", name="Parts of fine").get_by_role("link")
+    parts = page.get_by_role("navigation", name="Sections of fine").get_by_role("link")
     for name, region in (("Replicas", "Replicas"), ("Timeline", "Timeline"), ("Settings", "Labels")):
         link = parts.filter(has_text=name)
         link.press("Enter")
@@ -229,7 +229,7 @@ def test_labels_are_added_by_enter_and_removed(screen: Screen, fleet: Fleet) -> 
     assert fleet.node("slow")["labels"]["rack"] == "b7"
     label = panel.get_by_role("button", name=re.compile("^Remove label rack=b7"))
     label.click()
-    panel.get_by_role("button", name="Undo: put label rack=b7 back").click()
+    panel.get_by_role("button", name="Undo: restore label rack=b7").click()
     expect(panel.get_by_role("button", name="Undo")).to_have_count(0)
     label.click()
     expect(label).to_have_count(0)
@@ -299,7 +299,7 @@ def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, renewed:
     expect(row.get_by_role("progressbar", name="Upgrading backend renewed")).to_be_visible()
     expect(row.get_by_role("button", name="Delete renewed")).to_have_attribute("aria-disabled", "true")
     expect(row.get_by_role("progressbar")).to_have_count(0)
-    parts = page.get_by_role("navigation", name="Parts of slow").get_by_role("link")
+    parts = page.get_by_role("navigation", name="Sections of slow").get_by_role("link")
     parts.filter(has_text="Replicas").click()
     expect(page.get_by_role("region", name="Replicas")).not_to_contain_text("busy-model")
     parts.filter(has_text="Backends").click()

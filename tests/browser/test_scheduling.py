@@ -86,7 +86,7 @@ def test_where_a_model_fits_is_shown_before_any_load(screen: Screen, settled: Fl
     assert checks.violations(page) == []
 
     page.goto(f"{screen.url}/app/capacity/what-if")
-    page.get_by_label("Or a GGUF file of this computer").set_input_files(
+    page.get_by_label("Or a GGUF file on this computer").set_input_files(
         gguf_files.write(tmp_path / "m.gguf", MODELS[0])
     )
     page.get_by_label("Context, tokens").fill("4096")

@@ -144,7 +144,7 @@ export function nodeRefusals(value: unknown): NodeRefusal[] {
 
 function standard(status: number): string {
   if (status === 403) return "You do not have permission to do this.";
-  if (status === 404) return "It no longer exists.";
+  if (status === 404) return "This object no longer exists.";
   if (status === 429) return "Too many requests.";
   if (status >= 500) return "Internal server error";
   return `The server answered ${status}.`;
@@ -173,7 +173,7 @@ export function advice(error: ApiError): string {
   if (error.status === 0) return "Your input is kept. Try again when the connection is back.";
   if (error.status === 401) return "Sign in again. Your input is kept.";
   if (error.status === 403) return "Ask an administrator for permission.";
-  if (error.status === 409) return "Check what changed, then decide.";
+  if (error.status === 409) return "Check what changed, then try again.";
   if (error.status === 429) return error.retryAfter ? `Try again in ${error.retryAfter} s.` : "Try again shortly.";
   if (error.status === 503) return error.retryAfter ? `Try again in ${error.retryAfter} s.` : "Try again shortly.";
   if (error.status >= 500) return "Try again. The server log has details under the request ID.";

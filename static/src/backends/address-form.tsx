@@ -30,8 +30,8 @@ export function AddressForm({ onChoose }: { onChoose: (address: Address) => void
     </label>
   );
   return (
-    <form className="stack" onSubmit={submit} aria-label="Install by address">
-      <p className="muted">The worker fetches it from this address, so the node must be able to reach it. A path is one on the node.</p>
+    <form className="stack" onSubmit={submit} aria-label="Install from an address">
+      <p className="muted">Each node downloads the backend from this address and must be able to reach it. A path is read on the node.</p>
       {field("uri", "Address", "oci://…, https://… or /path")}
       {field("name", "Name (required for images)", "my-backend")}
       {field("alias", "Alias (optional)", "")}

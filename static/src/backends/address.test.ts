@@ -11,10 +11,10 @@ it.each([
   [{}, "Enter an address."],
   [{ uri: "   " }, "Enter an address."],
   [{ uri: "mine" }, "Enter an image, a URL or a path that begins with /."],
-  [{ uri: "oci://images.test/mine:1" }, "Enter a name: an image has none of its own."],
-  [{ uri: "images.test/mine:1" }, "Enter a name: an image has none of its own."],
-  [{ uri: "/srv/mine", name: "a b" }, "A name has letters, digits, dots, dashes and underscores."],
-  [{ uri: "/srv/mine", alias: "-x" }, "A name has letters, digits, dots, dashes and underscores."],
+  [{ uri: "oci://images.test/mine:1" }, "Enter a name. An image has no name of its own."],
+  [{ uri: "images.test/mine:1" }, "Enter a name. An image has no name of its own."],
+  [{ uri: "/srv/mine", name: "a b" }, "Use only letters, digits, dots, hyphens and underscores in the name."],
+  [{ uri: "/srv/mine", alias: "-x" }, "Use only letters, digits, dots, hyphens and underscores in the name."],
 ])("an address says what it lacks: %o", (input, problem) => {
   expect(addressProblem({ ...NOTHING, ...input })).toBe(problem);
 });

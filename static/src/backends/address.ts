@@ -21,12 +21,12 @@ export function isImage(uri: string): boolean {
 export function addressProblem({ uri, name, alias }: Address): string {
   const where = uri.trim();
   if (where === "") return "Enter an address.";
-  if (where.length > LONGEST_ADDRESS) return `An address has at most ${LONGEST_ADDRESS} characters.`;
+  if (where.length > LONGEST_ADDRESS) return `Enter an address of at most ${LONGEST_ADDRESS} characters.`;
   if (!where.includes("://") && !where.startsWith("/") && !isImage(where)) return "Enter an image, a URL or a path that begins with /.";
   for (const entered of [name.trim(), alias.trim()]) {
-    if (entered !== "" && (!NAME.test(entered) || entered.length > LONGEST_NAME)) return "A name has letters, digits, dots, dashes and underscores.";
+    if (entered !== "" && (!NAME.test(entered) || entered.length > LONGEST_NAME)) return "Use only letters, digits, dots, hyphens and underscores in the name.";
   }
-  return name.trim() === "" && isImage(where) ? "Enter a name: an image has none of its own." : "";
+  return name.trim() === "" && isImage(where) ? "Enter a name. An image has no name of its own." : "";
 }
 
 /** The name of the installation, or else the address. */

@@ -18,7 +18,7 @@ const CATALOGUE = {
       id: "localai@whisper",
       name: "whisper",
       tags: ["audio"],
-      variants: [{ capability: "nvidia", build: "cuda12-whisper", reason: "listed for nvidia" }],
+      variants: [{ capability: "nvidia", build: "cuda12-whisper", reason: "the entry lists this build for nvidia" }],
     },
   ],
   allTags: ["audio"],
@@ -99,5 +99,5 @@ it("each line says how many nodes can run it, and opens the page that says why",
 it("a gallery that is away says why, and how old its entries are", async () => {
   await open();
   expect(screen.getByText("Gallery away: HTTP status 503")).toBeTruthy();
-  expect(screen.getByText(/^Its entries are those of/)).toBeTruthy();
+  expect(screen.getByText(/^The entries shown are from/)).toBeTruthy();
 });

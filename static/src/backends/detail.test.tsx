@@ -12,7 +12,7 @@ import { BackendPage, sizes } from "./detail";
 const MIB = 2 ** 20;
 const ENTRY = {
   id: "localai@echo", name: "echo", gallery: "localai", description: "**Echo** of words", license: "MIT", version: "2.0.0", tags: ["test"], capabilities: null, metaBackendFor: "any-echo",
-  isAlias: false, isMeta: false, isDevelopment: false, urls: ["https://echo.test/", "javascript:alert(1)"], variants: [{ capability: "nvidia", build: "echo", reason: "named for no hardware" }],
+  isAlias: false, isMeta: false, isDevelopment: false, urls: ["https://echo.test/", "javascript:alert(1)"], variants: [{ capability: "nvidia", build: "echo", reason: "not for specific hardware" }],
 };
 const PLACES = ["a", "b"].map((id) => ({ node_id: id, node_name: id, node_status: "healthy", version: id === "a" ? "1.0.0" : "1.1.0", digest: `sha256:${id.repeat(64)}`, size: id === "a" ? MIB : 2 * MIB, alias: "parrot" }));
 let answers: Record<string, unknown>;
@@ -76,7 +76,7 @@ it("shows which build each kind of node gets, and why (worker.md 18.4)", async (
   await open();
   const compatible = await panel("Compatible nodes");
   expect(compatible.getByText("1 of 2 nodes")).toBeTruthy();
-  expect(compatible.getAllByRole("row")[1]?.textContent).toBe("nvidia1echonamed for no hardware");
+  expect(compatible.getAllByRole("row")[1]?.textContent).toBe("nvidia1echonot for specific hardware");
 });
 
 it("shows a failure with its reason beside the backend, and what goes on (E48)", async () => {
@@ -89,7 +89,7 @@ it("shows a failure with its reason beside the backend, and what goes on (E48)",
 
 it("says so if nobody has or offers it", async () => {
   await open("nobody");
-  expect(await screen.findByText("No node and no gallery has this backend.")).toBeTruthy();
+  expect(await screen.findByText("This backend is not on any node or in any gallery.")).toBeTruthy();
 });
 
 it("a system backend is not changed", async () => {

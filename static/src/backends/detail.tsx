@@ -64,7 +64,7 @@ function OneBackend({ name }: { name: string }): ReactNode {
       <Problem error={installed.error} onRetry={() => void installed.refetch()} />
       <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />
       {isUnknown && (
-        <Empty title="No node and no gallery has this backend.">
+        <Empty title="This backend is not on any node or in any gallery.">
           <Link className="button" to="/app/backends">
             Show all backends
           </Link>
@@ -131,7 +131,7 @@ interface PlacesProps {
 }
 
 function Places({ name, row, selection, chosen }: PlacesProps): ReactNode {
-  const scope = chosen === 0 ? "Actions apply to all; select nodes to change only those" : `Actions apply to ${count(chosen, "selected node")}`;
+  const scope = chosen === 0 ? "Actions apply to all nodes. Select nodes to limit them" : `Actions apply to ${count(chosen, "selected node")}`;
   return (
     <Panel title="Nodes" aside={!row.isSystem && <span className="muted">{scope}</span>}>
       <div className="table-scroll">
@@ -283,7 +283,7 @@ function Compatible({ offer, capabilities }: { offer: Entry; capabilities: Catal
   return (
     <Panel title="Compatible nodes" aside={<span className="muted">{`${able} of ${count(total, "node")}`}</span>}>
       {kinds.length === 0 ? (
-        <p className="muted">No healthy node can run it.</p>
+        <p className="muted">No healthy node can run this backend.</p>
       ) : (
         <div className="table-scroll">
           <Table name="Compatible nodes" columns={KINDS} rows={kinds} rowId={({ capability }) => capability} rowName={({ capability }) => capability} />

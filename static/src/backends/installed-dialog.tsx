@@ -26,9 +26,9 @@ export interface Change {
 
 const LABEL: Readonly<Record<Verb, string>> = { upgrade: "Upgrade", reinstall: "Reinstall", delete: "Delete" };
 const EFFECT: Readonly<Record<Verb, string>> = {
-  upgrade: "It is installed again from the gallery, with the version that is there now.",
-  reinstall: "It is installed again from the gallery and replaces the present version.",
-  delete: "Its files are removed from these nodes. The next load that needs it there installs it again.",
+  upgrade: "The backend is installed again, in the version that the gallery has now.",
+  reinstall: "The gallery's version replaces the installed version.",
+  delete: "The backend's files are removed from these nodes. The next load that needs the backend on a node installs it again.",
 };
 
 const KIND = { upgrade: "primary", reinstall: "primary", delete: "danger" } as const;
@@ -103,9 +103,9 @@ export function ChangeDialog(props: DialogProps): ReactNode {
         <Skipped nodes={skipped.map(([node]) => node)} />
         <Refused refused={outcome.refused} named={requested.length > 1} />
         <Waits backends={backends} />
-        <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
+        <p>{EFFECT[verb]} Replicas that use the backend under another name, such as an alias, stop too. The next request for one of their models loads the model again.</p>
         {verb === "upgrade" && fit.length > 1 && (
-          <WaveFields choice={waveChoice} onChange={setWaveChoice} inWaves="In waves: each node after its requests end. After failures the upgrade waits for you." atOnce="All at once: requests in flight end with an error." />
+          <WaveFields choice={waveChoice} onChange={setWaveChoice} inWaves="In waves: each node is upgraded after its requests end. If nodes fail, the upgrade waits for your decision." atOnce="All at once: requests in flight end with an error." />
         )}
         <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
         <ResultMessage outcome={outcome} error={request.error} named={backends.length > 1} />
@@ -163,7 +163,7 @@ function Refused({ refused, named }: { refused: Outcome["refused"]; named: boole
   return (
     <section className="problem" role="alert" aria-label="Refused">
       <div className="stack grow">
-        <strong>Nothing has started where nodes cannot take it. Go on with the others?</strong>
+        <strong>Nothing has started, because some nodes cannot run this action. Continue with the others?</strong>
         <ul>
           {[...refused].flatMap(([backend, nodes]) =>
             nodes.map((node) => (
@@ -183,7 +183,7 @@ function Refused({ refused, named }: { refused: Outcome["refused"]; named: boole
 function Waits({ backends }: { backends: Change["backends"] }): ReactNode {
   const { operations } = useWork();
   const pending = backends.reduce((sum, { name }) => sum + pendingOf([...operations.values()], name).operations, 0);
-  return pending === 0 ? null : <p role="status">{count(pending, "operation")} pending on {backends.length === 1 ? "it" : "them"}. This runs after those on the same node.</p>;
+  return pending === 0 ? null : <p role="status">{count(pending, "operation")} pending on {backends.length === 1 ? "it" : "them"}. This operation runs after those on the same node.</p>;
 }
 
 /** Why it cannot be sent yet; "" if it can. */
@@ -244,7 +244,7 @@ function Stops({ node, backends, named }: { node: LiveNode; backends: readonly s
           <bdi>{model.model_name}</bdi> #{model.replica_index}
         </span>
       ))}
-      {node.status === "offline" && "; waits until the node is back"}
+      {node.status === "offline" && "; waits until the node is online"}
     </span>
   );
 }

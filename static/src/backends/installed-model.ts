@@ -46,7 +46,7 @@ export interface Row {
 
 const DEVELOPMENT = "-development";
 /** Why it can neither be upgraded nor be installed from a gallery again. */
-export const FROM_ADDRESS = "Installed from an address: to update it, install it from there again";
+export const FROM_ADDRESS = "Installed from an address. To update this backend, install it from that address again";
 
 /** The address of the page of a backend. */
 export function backendAddress(name: string): string {

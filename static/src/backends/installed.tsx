@@ -75,7 +75,7 @@ function Rows({ data }: { data: InstalledData }): ReactNode {
   if (rows.length === 0) {
     return (
       <Empty title="No backends installed">
-        <p>Install one from the catalogue. A load installs the backend that its model needs.</p>
+        <p>Install a backend from the catalogue. Loading a model also installs the backend that it needs.</p>
         <Link className="button" to="/app/backends">
           Open the catalogue
         </Link>

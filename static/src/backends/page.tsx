@@ -239,7 +239,7 @@ function GalleryTroubles({ catalogue, onRetry }: { catalogue: Catalogue; onRetry
       <Problem error={new Error(`Gallery ${trouble.name}: ${trouble.error}`)} onRetry={onRetry} />
       {trouble.readAt !== undefined && (
         <p className="muted">
-          Its entries are those of <Ago at={trouble.readAt} />.
+          The entries shown are from <Ago at={trouble.readAt} />.
         </p>
       )}
     </div>

@@ -143,7 +143,7 @@ function Others({ number }: { number: number }): ReactNode {
   if (number === 0) return null;
   return (
     <p className="problem" role="alert">
-      Nothing has started: some nodes cannot take it, as their lines say. The other {count(number, "node")} {number === 1 ? "is" : "are"} still selected.
+      Nothing has started: some nodes cannot install this backend. Their rows show why. The other {count(number, "node")} {number === 1 ? "is" : "are"} still selected.
     </p>
   );
 }
@@ -166,7 +166,7 @@ function Waves({ choice, onChange }: { choice: WaveChoice; onChange: (choice: Wa
   return (
     <details className="picker-waves">
       <summary>{choice.inWaves ? `In waves, ${choice.atOnce} at a time` : "All at once"}</summary>
-      <WaveFields choice={choice} onChange={onChange} inWaves="In waves: the next nodes begin when those before have ended." atOnce="All at once." />
+      <WaveFields choice={choice} onChange={onChange} inWaves="In waves: the next nodes start when the previous ones have finished." atOnce="All at once." />
     </details>
   );
 }
@@ -224,13 +224,13 @@ function Footer({ rows, chosen, hidden, problem, onInstall, onRetry, onClose }: 
   );
 }
 
-/** "2 selected", or "3 selected: 2 now, 1 when the node is back" if they differ. */
+/** "2 selected", or "3 selected: 2 now, 1 when the node is online" if they differ. */
 function plan(chosen: readonly Row[]): string {
   const of = (kind: string) => chosen.filter((row) => row.expected.kind === kind).length;
   const parts = [
     [of("install"), "now"],
     [of("joins"), "in progress already"],
-    [of("waits"), of("waits") === 1 ? "when the node is back" : "when the nodes are back"],
+    [of("waits"), of("waits") === 1 ? "when the node is online" : "when the nodes are online"],
   ] as const;
   if (of("install") === chosen.length) return `${chosen.length} selected`;
   const summary = parts.filter(([number]) => number > 0).map(([number, words]) => `${number} ${words}`);

@@ -72,7 +72,7 @@ export function WaveFields({ choice, onChange, inWaves, atOnce }: FieldsProps): 
         <div className="wave-fields">
           <TextField label="Nodes at a time" value={choice.atOnce} onChange={(value) => change({ atOnce: value })} problem={problems.atOnce} description="Number or percentage" />
           <TextField label="Pause in minutes" value={choice.pauseMinutes} onChange={(value) => change({ pauseMinutes: value })} problem={problems.pauseMinutes} description="Between two waves" numeric />
-          <TextField label="Stop at failures" value={choice.stopAt} onChange={(value) => change({ stopAt: value })} problem={problems.stopAt} description="Then it waits for you" numeric />
+          <TextField label="Stop at failures" value={choice.stopAt} onChange={(value) => change({ stopAt: value })} problem={problems.stopAt} description="Work then waits for your decision" numeric />
           <Checkbox label="One node first (canary)" on={choice.canary} onChange={(canary) => change({ canary })} />
         </div>
       )}

@@ -73,7 +73,7 @@ export function verdicts(fit: Fit | undefined): ReadonlyMap<string, Verdict> | n
   return new Map(
     fit.nodes.map(({ node_id: id, reason, enough_vram: enough }): [string, Verdict] => {
       if (reason !== "") return [id, { tone: "bad", mark: "no", words: reason }];
-      return [id, enough ? { tone: "good", mark: "fits", words: "one more replica fits" } : { tone: "warn", mark: "tight", words: "possible, with less VRAM free than it needs" }];
+      return [id, enough ? { tone: "good", mark: "fits", words: "one more replica fits" } : { tone: "warn", mark: "tight", words: "possible, but less VRAM is free than the model needs" }];
     }),
   );
 }

@@ -9,7 +9,7 @@ import { CapacityPage } from "./page";
 import { WhatIfPage } from "./what-if";
 
 const DECISION = {
-  outcome: "waiting", reason: "no node can take it: 1 offline", node_id: null, node: null, replica_index: null, need: { vram: GIB, vram_required: false, disk: 0, disk_required: false },
+  outcome: "waiting", reason: "no node can take the replica: 1 offline", node_id: null, node: null, replica_index: null, need: { vram: GIB, vram_required: false, disk: 0, disk_required: false },
   selector: "", nodes: { considered: 2, feasible: 0 }, refused: [], best: [],
   misses: [{ node_id: "b", node: "b", code: "full", reason: "no free slot for this model", free_vram: GIB, available_disk: 0, total_disk: 0, replicas: 1, slots: 1, in_flight: 0 }],
 };
@@ -91,16 +91,16 @@ it("plans with nodes that do not exist, and says why there and why not there (UI
   type("Labels of each", "tier=fast, zone=west 1");
   fireEvent.click(screen.getByRole("button", { name: "Plan" }));
   const plan = within(await screen.findByRole("region", { name: "The plan" }));
-  expect(plan.getByRole("status").textContent).toBe("1 of 2 replicas would find a place");
+  expect(plan.getByRole("status").textContent).toBe("1 of 2 replicas can be placed");
   expect(plan.getAllByRole("listitem").map((item) => item.textContent)).toEqual([expect.stringContaining("Replica 1: (new 1)#0 new node the only node"), expect.stringContaining("Replica 2: no node")]);
   expect(plan.getByRole("table", { name: "Nearest misses for org/m, replica 2" })).toBeTruthy();
   const nodes = [{ count: 3, vram_gib: 24, disk_gib: 0, labels: { tier: "fast", zone: "west 1" } }];
   expect(requests).toEqual([["/api/placement/plan", { model: "org/m", replicas: 2, nodes }]]);
   const memory = within(plan.getByRole("table", { name: "Memory for org/m" }));
   expect(memory.getAllByRole("row").map((row) => row.textContent)).toEqual([
-    "NodeFitsNeedsFree for itDetails",
+    "NodeFitsNeedsFreeDetails",
     "(new 1)fits9.8 GiB24 GiB",
-    "bnot there9.8 GiB8.4 GiB1.4 GiB missing: unload x#0 or lower the context to 4k",
+    "bdoes not fit9.8 GiB8.4 GiB1.4 GiB missing: unload x#0 or lower the context to 4k",
   ]);
   expect(plan.getByText("Needs: weights 7.2 GiB, context 2.6 GiB, with 8k of context.")).toBeTruthy();
   expect(plan.getByText("Measured in the last 2 loads.")).toBeTruthy();
@@ -111,7 +111,7 @@ it("plans for a file of this computer, of which only the beginning is sent, and 
   open("/app/capacity/what-if");
   expect(screen.getByText("Only its first 16 MiB are sent.")).toBeTruthy();
   const file = new File(["GGUF"], "m.gguf");
-  fireEvent.change(screen.getByLabelText("Or a GGUF file of this computer"), { target: { files: [file] } });
+  fireEvent.change(screen.getByLabelText("Or a GGUF file on this computer"), { target: { files: [file] } });
   fireEvent.change(screen.getByLabelText("Context, tokens"), { target: { value: "16384" } });
   fireEvent.click(screen.getByRole("button", { name: "Plan" }));
   await screen.findByRole("region", { name: "The plan" });

@@ -60,7 +60,7 @@ export function validateForm(form: PlanForm, file: File | null): Partial<Record<
     const isInteger = INTEGER_FIELDS.includes(name);
     if (!Number.isFinite(value) || value < 0 || (isInteger && !Number.isInteger(value))) problems[name] = isInteger ? "Enter a whole number." : "Enter a number of GiB.";
   }
-  for (const name of ["selector", "addLabels"] as const) if (labelsIn(form[name]) === null) problems[name] = "Write labels as key=value, with commas between them.";
+  for (const name of ["selector", "addLabels"] as const) if (labelsIn(form[name]) === null) problems[name] = "Enter labels as key=value, separated by commas.";
   if (file === null && form.model.trim() === "" && form.vram.trim() === "" && form.disk.trim() === "") problems.model = "Enter a model, choose a file, or enter how much memory it needs.";
   return problems;
 }

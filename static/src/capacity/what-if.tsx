@@ -72,8 +72,8 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
     <form className="nd-panel" noValidate onSubmit={submit}>
       <div className="cap-wish">
         <fieldset>
-          <legend>To be placed</legend>
-          {field("model", "Model", "A defined model. Its own need and rule apply.")}
+          <legend>What to place</legend>
+          {field("model", "Model", "A defined model. Its own requirements and rule apply.")}
           <FileField input={fileInput} disabled={form.model.trim() !== ""} onFile={onFile} />
           {file !== null && field("context", "Context, tokens", "Empty: 8,192.")}
           {file === null && form.model.trim() === "" && (
@@ -83,7 +83,7 @@ function Form({ form, file, busy, onChange, onFile, onSubmit }: FormProps): Reac
             </div>
           )}
           {field("replicas", "Replicas", "Empty: one.")}
-          {field("selector", "Only nodes with", "Labels as key=value. Empty: the model's rule.")}
+          {field("selector", "Only nodes with", "Labels as key=value. Empty: the labels in the model's rule.")}
         </fieldset>
         <NewNodes field={field} />
       </div>
@@ -107,7 +107,7 @@ function FileField({ input, disabled, onFile }: FileFieldProps): ReactNode {
   const id = useId();
   return (
     <div className="field">
-      <label htmlFor={id}>Or a GGUF file of this computer</label>
+      <label htmlFor={id}>Or a GGUF file on this computer</label>
       <input ref={input} id={id} className="input" type="file" accept=".gguf" disabled={disabled} aria-describedby={`${id}-said`} onChange={(event) => onFile(event.target.files?.[0] ?? null)} />
       <FieldMessage id={`${id}-said`} problem="" description="Only its first 16 MiB are sent." />
     </div>
@@ -125,8 +125,8 @@ function NewNodes({ field }: { field: Field }): ReactNode {
         {field("addVram", "VRAM of each, GiB", "")}
         {field("addDisk", "Disk of each, GiB", "Empty: not reported.")}
       </div>
-      {field("addSlots", "Replicas of one model on each", "Empty: one.")}
-      {field("addLabels", "Labels of each", "key=value, with commas between them.")}
+      {field("addSlots", "Maximum replicas per model on each", "Empty: one.")}
+      {field("addLabels", "Labels of each", "key=value, separated by commas.")}
     </fieldset>
   );
 }
@@ -136,7 +136,7 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
   return (
     <section className="nd-panel" aria-label="The plan">
       <h2 role="status">
-        {plan.placed} of {count(plan.wanted, "replica")} would find a place
+        {plan.placed} of {count(plan.wanted, "replica")} can be placed
       </h2>
       <ol className="cap-plan">
         {plan.decisions.map((decision) => (
@@ -149,7 +149,7 @@ function Planned({ plan }: { plan: Plan }): ReactNode {
               {decision.hypothetical && <span className="tag">new node</span>} <bdi>{decision.reason}</bdi>
             </p>
             <details open={decision.outcome !== "placed" || undefined}>
-              <summary>{decision.outcome === "placed" ? "Placement details" : "Why not there"}</summary>
+              <summary>{decision.outcome === "placed" ? "Placement details" : "Why no node fits"}</summary>
               <Details decision={decision} name={`${name}, replica ${decision.replica}`} />
             </details>
           </li>

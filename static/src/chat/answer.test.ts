@@ -25,7 +25,7 @@ describe("figures of an answer (UI-10.6)", () => {
     const cached = piece({ usage: { ...usage, prompt_tokens_details: { cached_tokens: 30 } } });
     const result = { ...answer(...pieces, cached, piece({ finish: "length" })), state: "done", cold: true } as const;
     expect(figuresOf(result)).toEqual([
-      "first token after 0.25 s, load included", "10 tokens/s", "40 prompt + 11 answer tokens", "75% of the prompt cached", "cut off at the limit of tokens (length)",
+      "first token after 0.25 s, load included", "10 tokens/s", "40 prompt + 11 answer tokens", "75% of the prompt cached", "cut off at the token limit (length)",
     ]);
   });
 

@@ -93,7 +93,7 @@ export function speedOf({ usage, firstAt, lastAt }: Answer): number | null {
 
 const FINISHES: Readonly<Record<string, string>> = {
   stop: "finished",
-  length: "cut off at the limit of tokens (length)",
+  length: "cut off at the token limit (length)",
   tool_calls: "ended with a tool call",
 };
 

@@ -56,7 +56,7 @@ function plain(tree: Tree | undefined): string {
 
 const COMPONENTS: Components = {
   a: ({ href, children }) => <Outward href={href}>{children}</Outward>,
-  img: ({ src, alt }) => <Outward href={typeof src === "string" ? src : ""}>[picture: {alt === undefined || alt === "" ? "without a text" : alt}]</Outward>,
+  img: ({ src, alt }) => <Outward href={typeof src === "string" ? src : ""}>[image: {alt === undefined || alt === "" ? "no description" : alt}]</Outward>,
   h1: heading,
   h2: heading,
   h3: heading,

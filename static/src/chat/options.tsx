@@ -31,7 +31,7 @@ export function ModelField({ model, definitions, loaded, loading, onChange }: Mo
         {chosen !== undefined && loaded !== null && <Standing replicas={replicas} loading={loading} />}
       </div>
       <p id={`${id}-said`} className="field-hint">
-        {chosen !== undefined && loaded !== null && replicas === 0 && !loading ? "The first message loads it." : ""}
+        {chosen !== undefined && loaded !== null && replicas === 0 && !loading ? "The first message loads this model." : ""}
       </p>
       {warnings.map((warning) => (
         <p key={warning} className="risk">
@@ -58,7 +58,7 @@ export function SettingsFields({ settings, problems, onChange }: SettingsProps):
   return (
     <div className="chat-settings">
       <Lines label="System prompt" description="Instructions before the conversation." value={settings.system} problem="" onChange={change("system")} />
-      <Lines label="Stop sequences" description="One per line. The answer ends there." value={settings.stop} problem={problems.stop ?? ""} onChange={change("stop")} />
+      <Lines label="Stop sequences" description="One per line. The answer ends before the first of them." value={settings.stop} problem={problems.stop ?? ""} onChange={change("stop")} />
       <TextField label="Temperature" description="0 to 2. Empty: model default." numeric value={settings.temperature} problem={problems.temperature} onChange={change("temperature")} />
       <TextField label="Max tokens" description="Empty: model default." numeric value={settings.maxTokens} problem={problems.maxTokens} onChange={change("maxTokens")} />
       <TextField label="Seed" description="Same seed, same answer. Empty: random." numeric value={settings.seed} problem={problems.seed} onChange={change("seed")} />

@@ -60,7 +60,7 @@ describe("the models to talk to (UI-10.1)", () => {
     await waitFor(() => expect(field.textContent).toContain("smol (2 replicas loaded)"));
     expect(screen.getByText("Its template is not followed.")).toBeTruthy();
     await choose(field, "cold (not loaded)");
-    expect(await screen.findByText("The first message loads it.")).toBeTruthy();
+    expect(await screen.findByText("The first message loads this model.")).toBeTruthy();
   });
 
   it("can be named by the address", async () => {
@@ -72,7 +72,7 @@ describe("the models to talk to (UI-10.1)", () => {
   it("promises no load for one that is not defined", async () => {
     open("/app/chat?model=gone");
     expect((await screen.findByRole("combobox", { name: "Model" })).textContent).toContain("gone (not defined)");
-    expect(screen.queryByText("The first message loads it.")).toBeNull();
+    expect(screen.queryByText("The first message loads this model.")).toBeNull();
     expect(screen.queryByText("not loaded")).toBeNull();
   });
 });
@@ -91,7 +91,7 @@ describe("a talk", () => {
     answer.send(contentEvent("there"), ended("length", { prompt_tokens: 10, completion_tokens: 4, prompt_tokens_details: { cached_tokens: 5 } }), "data: [DONE]\n\n");
     const figures = within(await screen.findByRole("list", { name: "Figures of this answer" }));
     expect(figures.getByRole("link", { name: "n1" }).getAttribute("href")).toBe("/app/nodes/n1");
-    expect(figures.getAllByRole("listitem").map((element) => element.textContent)).toEqual(expect.arrayContaining(["10 prompt + 4 answer tokens", "50% of the prompt cached", "cut off at the limit of tokens (length)"]));
+    expect(figures.getAllByRole("listitem").map((element) => element.textContent)).toEqual(expect.arrayContaining(["10 prompt + 4 answer tokens", "50% of the prompt cached", "cut off at the token limit (length)"]));
     expect(screen.getByTestId("announcer").textContent).toBe("smol: **Hi** there");
   });
 
@@ -108,7 +108,7 @@ describe("a talk", () => {
     fireEvent.keyDown(field, { key: "Enter", shiftKey: true });
     fireEvent.keyDown(field, { key: "Enter", isComposing: true });
     expect([sent.length, field.value]).toEqual([1, "more"]);
-    expect(screen.getByText("No answer. Later requests leave this question out.")).toBeTruthy();
+    expect(screen.getByText("No answer. Later requests omit this question.")).toBeTruthy();
   });
 
   it("is edited and asked again; only the last one can be (UI-10.7)", async () => {
@@ -232,5 +232,5 @@ it("shows the load of a model that is not there, as the feed tells it (E68, UI-1
   expect(bar.getAttribute("aria-valuenow")).toBe("40");
   expect(answers()[0]?.textContent).toMatch(/to n1.*sending b\.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB\/s, 3 s left/s);
   expect(screen.getByText("loading")).toBeTruthy();
-  expect(screen.queryByText("The first message loads it.")).toBeNull();
+  expect(screen.queryByText("The first message loads this model.")).toBeNull();
 });

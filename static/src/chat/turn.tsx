@@ -67,7 +67,7 @@ function AnswerMessage({ answer }: { answer: Answer }): ReactNode {
         <Call key={at} call={call} />
       ))}
       {nothing && answer.state === "done" && <p className="muted">Empty answer.</p>}
-      {nothing && answer.state !== "done" && <p className="muted">No answer. Later requests leave this question out.</p>}
+      {nothing && answer.state !== "done" && <p className="muted">No answer. Later requests omit this question.</p>}
     </>
   );
 }

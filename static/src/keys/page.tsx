@@ -29,7 +29,7 @@ const KEY = ["keys"] as const;
 export function KeysPage(): ReactNode {
   return (
     <div className="models-page">
-      <PageHead title="API keys" note="A key may do what you may. Programs send it as Authorization: Bearer." />
+      <PageHead title="API keys" note="A key has your permissions. Programs send the key as Authorization: Bearer." />
       <Keys />
       <Models />
     </div>
@@ -86,7 +86,7 @@ function Create({ onCreated }: { onCreated: () => void }): ReactNode {
   return (
     <form className="stack" noValidate onSubmit={submit}>
       <div className="row wrap add-name">
-        <TextField label="Name of a new key" description="What it is for, such as a program or a machine." value={name} onChange={setName} />
+        <TextField label="Name of a new key" description="What the key is for, such as a program or a machine." value={name} onChange={setName} />
         <Button type="submit" kind="primary" busy={create.busy} refusal={refusal}>
           Create key
         </Button>
@@ -116,7 +116,7 @@ function Revoke({ of, onDone, onClose }: { of: ApiKey; onDone: () => void; onClo
   });
   return (
     <Confirm open danger onClose={onClose} title={<>Revoke <bdi>{of.name}</bdi></>} action="Revoke" busy={revoke.busy} error={revoke.error} onConfirm={() => revoke.run(undefined, onClose)}>
-      <p>Programs that use it are refused from now on. It cannot be undone.</p>
+      <p>Programs that use this key are refused from now on. This cannot be undone.</p>
     </Confirm>
   );
 }
@@ -129,9 +129,9 @@ const COLUMNS: readonly Column<Definition>[] = [
 function Models(): ReactNode {
   const query = useDefinitions();
   return (
-    <Panel title="Models you may use">
+    <Panel title="Models you can use">
       <Fetched query={query} subject="the models">
-        {(models) => (models.length === 0 ? <p className="muted">None are defined.</p> : <Table name="Models you may use" columns={COLUMNS} rows={models} rowId={({ id }) => id} rowName={({ id }) => id} first={50} />)}
+        {(models) => (models.length === 0 ? <p className="muted">No models are defined.</p> : <Table name="Models you can use" columns={COLUMNS} rows={models} rowId={({ id }) => id} rowName={({ id }) => id} first={50} />)}
       </Fetched>
     </Panel>
   );

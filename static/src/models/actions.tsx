@@ -38,7 +38,7 @@ export function menuOf(row: ModelRow, act: (action: ModelAction) => void, go: (a
     ...(row.rule === undefined ? [{ label: "Add rule…", onSelect: on("rule") }] : []),
     { label: "Edit definition", refusal: undefinedHere, onSelect: () => go(modelAddress(row.name, "definition")) },
     { label: "Clone…", refusal: undefinedHere, onSelect: on("clone") },
-    { label: definition?.state === "disabled" ? "Enable…" : "Disable…", refusal: undefinedHere || (definition?.origin === "file" ? "defined by a file of the models folder" : ""), onSelect: on("disable") },
+    { label: definition?.state === "disabled" ? "Enable…" : "Disable…", refusal: undefinedHere || (definition?.origin === "file" ? "defined by a file in the models folder" : ""), onSelect: on("disable") },
     { label: "Delete…", danger: true, refusal: deleteRefusal(row), onSelect: on("delete") },
   ];
 }
@@ -99,9 +99,9 @@ function Load({ row, onClose }: DialogProps): ReactNode {
     load.run({ model: row.name, ...(isPlain ? {} : { replicas }), ...(node === undefined ? {} : { node_id: node.id }) }, onClose);
   };
   return (
-    <Dialog open onClose={onClose} title={<>Load <bdi>{row.name}</bdi></>} description={row.places.length > 0 ? `It has ${count(row.places.length, "replica")}. This adds to them.` : "A replica starts wherever it fits, unless you name a node."}>
+    <Dialog open onClose={onClose} title={<>Load <bdi>{row.name}</bdi></>} description={row.places.length > 0 ? `The model has ${count(row.places.length, "replica")}. This adds to them.` : "A replica starts on any node where it fits, unless you choose a node."}>
       <form className="stack" noValidate onSubmit={submit}>
-        <TextField first label="Node" description="Empty: wherever it fits." suggestions={nodes.map(({ name }) => name)} value={nodeName} problem={sent && !isNode ? "There is no such node in service." : ""} onChange={setNodeName} />
+        <TextField first label="Node" description="Empty: any node where it fits." suggestions={nodes.map(({ name }) => name)} value={nodeName} problem={sent && !isNode ? "No node with this name is in service." : ""} onChange={setNodeName} />
         <TextField label="Replicas" numeric value={number} problem={sent && !isNumber ? `Enter a whole number from 1 to ${MOST_REPLICAS}.` : ""} onChange={setNumber} />
         <Problem error={load.error} />
         <Buttons action="Load" busy={load.busy} onClose={onClose} />
@@ -143,7 +143,7 @@ function UnloadAll({ row, onClose }: DialogProps): ReactNode {
         <li>
           {count(row.places.length, "replica")} {row.places.length === 1 ? "stops" : "stop"}. <InFlight row={row} />
         </li>
-        <li>The next request loads the model again. So does a rule with a minimum.</li>
+        <li>The next request loads the model again, and so does a scheduling rule with a minimum.</li>
       </ul>
     </Confirm>
   );
@@ -182,7 +182,7 @@ function Disable({ row, onClose }: DialogProps): ReactNode {
   const action = useDefinitionAction(() => setDisabled(row.name, !isDisabled), `${row.name} ${isDisabled ? "enabled" : "disabled"}.`);
   return (
     <Confirm open onClose={onClose} title={<>{verb} <bdi>{row.name}</bdi></>} action={verb} busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, onClose)}>
-      <p>{isDisabled ? "Requests can load it again." : "New requests for it are refused. Its definition and files stay."}</p>
+      <p>{isDisabled ? "Requests can load the model again." : "New requests for the model are refused. Its definition and files stay."}</p>
       {!isDisabled && <Replicas row={row} />}
     </Confirm>
   );
@@ -192,7 +192,7 @@ const NAMED = 10;
 
 /** The replicas in use, by node. */
 function Replicas({ row }: { row: ModelRow }): ReactNode {
-  if (row.places.length === 0) return <p>It has no replicas.</p>;
+  if (row.places.length === 0) return <p>The model has no replicas.</p>;
   const names = row.places.slice(0, NAMED).map(({ node, model }) => `${node.name}#${model.replica_index}`);
   const rest = row.places.length - names.length;
   return (
@@ -213,9 +213,9 @@ function Delete({ row, onClose, onDeleted }: DialogProps & Pick<ActionDialogProp
   };
   return (
     <Confirm open danger onClose={onClose} title={<>Delete <bdi>{row.name}</bdi></>} action="Delete" busy={action.busy} error={action.error} onConfirm={() => action.run(undefined, close)}>
-      <p>Its replicas are drained, then its definition is removed.</p>
+      <p>The model's replicas are drained, then its definition is removed.</p>
       <Replicas row={row} />
-      <Checkbox label="Delete its files too, unless another definition names them" on={withFiles} onChange={setWithFiles} />
+      <Checkbox label="Also delete the model's files that no other definition names" on={withFiles} onChange={setWithFiles} />
     </Confirm>
   );
 }

@@ -112,7 +112,7 @@ function Found({ text, onChoose, onStarted }: FoundProps): ReactNode {
   const query = useSource(settled === wanted ? wanted : "");
   const start = useDefinitionAction(importModel, ({ jobID, model }) => onStarted({ jobID, model }));
   if (wanted === "") return null;
-  if (settled !== wanted || query.isPending) return <Loading subject="what this is" />;
+  if (settled !== wanted || query.isPending) return <Loading subject="the source" />;
   if (query.data === undefined) return <Problem error={query.error} onRetry={() => void query.refetch()} />;
   const add = ({ variant, name, load }: Chosen) => start.run({ text: wanted, variant, name, load });
   return (
@@ -127,7 +127,7 @@ function Found({ text, onChoose, onStarted }: FoundProps): ReactNode {
 function Import({ operation }: { operation: Operation }): ReactNode {
   if (isActive(operation)) return <Work operation={operation} />;
   if (operation.status === "failed") return <Failure operation={operation} />;
-  if (operation.status === "cancelled") return <p>Cancelled. What was downloaded is kept for the next try.</p>;
+  if (operation.status === "cancelled") return <p>Cancelled. Downloaded data is kept for the next attempt.</p>;
   return (
     <p className="row" role="status">
       <Icon name="done" /> Downloaded and defined.

@@ -42,7 +42,7 @@ export function Catalogue({ filter, onFilter, onChoose }: CatalogueProps): React
         <Problem key={name} quiet error={new Error(`Gallery ${name}: ${error}`)} onRetry={() => void query.refetch()} />
       ))}
       {data !== undefined && data.models.length === 0 && (
-        <Empty title={data.galleries.length === 0 ? "No gallery of models is configured" : "No matching models"}>
+        <Empty title={data.galleries.length === 0 ? "No model gallery is configured" : "No matching models"}>
           {data.galleries.length === 0 ? <p>Set LOCALAI_GALLERIES to list galleries, or paste a name or an address above.</p> : <Button onClick={() => change({ term: "", task: "", licence: "", gallery: "", size: "", fits: false })}>Show all</Button>}
         </Empty>
       )}
@@ -94,7 +94,7 @@ function Line({ model, onChoose }: { model: CatalogueModel; onChoose: (text: str
           </strong>
           {task !== "" && <span className="tag">{task}</span>}
           {size > 0 && <span>{bytes(size)}</span>}
-          {fits !== null && <span className={`pill ${fits ? "good" : "warn"}`}>{fits ? "fits" : "fits nowhere now"}</span>}
+          {fits !== null && <span className={`pill ${fits ? "good" : "warn"}`}>{fits ? "fits" : "fits on no node now"}</span>}
           <span className="muted name">{[licence, gallery].filter(Boolean).join(" · ")}</span>
         </div>
         <p className="name muted" title={description}>

@@ -54,7 +54,7 @@ function Fits({ model }: { model: string }): ReactNode {
   if (data === undefined) return <span className="muted">…</span>;
   return (
     <bdi className="name" title={data.says}>
-      {data.fitting > 0 ? count(data.fitting, "node") : data.possible > 0 ? "tight" : "nowhere now"}
+      {data.fitting > 0 ? count(data.fitting, "node") : data.possible > 0 ? "tight" : "no node now"}
     </bdi>
   );
 }

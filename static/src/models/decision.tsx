@@ -14,17 +14,17 @@ export function Details({ decision, recorded = null, name }: { decision: Decisio
   return (
     <div className="stack">
       <p className="muted anywhere">
-        {nodes.feasible} of {count(nodes.considered, "node")} could take it. Needs: {needWords(need)}.
+        {nodes.feasible} of {count(nodes.considered, "node")} could take the replica. Needs: {needWords(need)}.
         {selector !== "" && (
           <>
             {" "}
-            Only nodes of <bdi>{selector}</bdi>.
+            Only nodes with <bdi>{selector}</bdi>.
           </>
         )}
         {recorded !== null && recorded.lastAt !== recorded.at && (
           <>
             {" "}
-            Figures read <Ago at={recorded.lastAt} />.
+            Figures are from <Ago at={recorded.lastAt} />.
           </>
         )}
       </p>
@@ -61,7 +61,7 @@ const BEST: readonly Column<Best>[] = [
 function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): ReactNode {
   return (
     <div>
-      <h4>Nodes that cannot take it</h4>
+      <h4>Nodes that cannot take the replica</h4>
       <Table name={`Nearest misses for ${name}`} columns={misses.some(hasQuota) ? WITH_QUOTA : MISSES} rows={misses} rowId={nodeOf} rowName={({ node }) => node} />
     </div>
   );

@@ -8,7 +8,7 @@ import { useDefinition } from "./definitions";
 import { Editor, Shadow } from "./editor";
 import type { DefinitionDetail } from "./shapes";
 
-const ORIGINS: Readonly<Record<DefinitionDetail["origin"], string>> = { file: "A file of the models folder", gallery: "From a gallery", import: "Imported", api: "Created over the API", editor: "Created here" };
+const ORIGINS: Readonly<Record<DefinitionDetail["origin"], string>> = { file: "A file in the models folder", gallery: "From a gallery", import: "Imported", api: "Created through the API", editor: "Created here" };
 
 interface TabProps {
   name: string;

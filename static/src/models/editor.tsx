@@ -118,13 +118,13 @@ function Modes({ mode, formRefusal, yamlRefusal, onChoose, onDiscard }: { mode: 
 
 /** What saving would do, as far as that is known. */
 function Outlook({ name, edit, preview, mode }: { name: string; edit: Edit | null; preview: DefinitionPreview | undefined; mode: Mode }): ReactNode {
-  if (edit === null) return <p className="muted">Nothing is changed yet.</p>;
+  if (edit === null) return <p className="muted">No changes yet.</p>;
   return preview === undefined ? <p className="muted">Checking…</p> : <Effect name={name} preview={preview} mode={mode} />;
 }
 
 /** Why the form cannot be used now; "" if it can. */
 function formRefusal(mode: Mode, { form, text: stored }: DefinitionDetail, text: string): string {
-  if (form === null) return "The YAML has to be corrected first";
+  if (form === null) return "Correct the YAML first";
   return mode === "yaml" && text !== stored ? "The YAML was edited. Discard its changes to use the form." : "";
 }
 
@@ -152,9 +152,9 @@ interface Standing {
 
 /** Why it cannot be saved now; "" if it can. */
 function refusalOf({ edit, problems, isMoved, isChecked, preview }: Standing): string {
-  if (isMoved) return "Somebody else saved a revision; decide above";
+  if (isMoved) return "Another user saved a revision. Decide above";
   if (Object.keys(problems).length > 0) return FIRST_CORRECT;
-  if (edit === null) return "Nothing is changed";
+  if (edit === null) return "No changes";
   if (!isChecked || preview === undefined) return CHECKING;
   return preview.valid ? "" : "Correct the errors first";
 }
@@ -163,7 +163,7 @@ const FIELDS: readonly (readonly [field: Exclude<FormField, "template" | "option
   ["context_size", "Context, tokens", "Empty: the backend's default."],
   ["parallel", "Parallel slots", "Requests that one replica answers at once. Empty: one."],
   ["gpu_layers", "GPU layers", "A number, or auto for as many as fit."],
-  ["max_tokens", "Default max tokens", "For requests that state none. Empty: no limit."],
+  ["max_tokens", "Default max tokens", "For requests without a limit. Empty: no limit."],
 ];
 
 function FormFields({ typed, problems, onChange }: { typed: TypedForm; problems: Partial<Record<FormField, string>>; onChange: (field: FormField, text: string) => void }): ReactNode {
@@ -217,7 +217,7 @@ function Effect({ name, preview: { valid, errors, warnings, revision_changes: ch
       )}
       {valid && fit !== null && (
         <details>
-          <summary>Where it fits then</summary>
+          <summary>Where the new definition fits</summary>
           <Memory memory={fit.memory} name={name} need={fit.placement.need} />
         </details>
       )}
@@ -228,14 +228,14 @@ function Effect({ name, preview: { valid, errors, warnings, revision_changes: ch
 /** The replicas that renewal replaces. */
 function Replaced({ changes, replicas }: { changes: boolean; replicas: DefinitionPreview["replicas"] }): ReactNode {
   const names = replicas.slice(0, NAMED).map(({ node_name: node, replica_index: index }) => `${node}#${index}`);
-  if (!changes) return <p>No replica is replaced: what engines are loaded with stays the same.</p>;
-  if (replicas.length === 0) return <p>It has no replicas. The next load uses the new definition.</p>;
+  if (!changes) return <p>No replica is replaced, because the load options stay the same.</p>;
+  if (replicas.length === 0) return <p>The model has no replicas. The next load uses the new definition.</p>;
   return (
     <p className="anywhere">
       <strong>
         {count(replicas.length, "replica")} {replicas.length === 1 ? "is" : "are"} replaced
       </strong>
-      , one after the other: <bdi>{names.join(", ")}</bdi>
+      , one after another: <bdi>{names.join(", ")}</bdi>
       {replicas.length > NAMED && ` and ${replicas.length - NAMED} more`}.
     </p>
   );
@@ -246,9 +246,9 @@ function Moved({ detail, newest, action, onRebase }: { detail: DefinitionDetail;
   const { data = [] } = useRevisions(detail.name);
   const others = data.filter(({ number }) => number > detail.revision);
   return (
-    <section className="risk stack" aria-label="Change by somebody else">
+    <section className="risk stack" aria-label="Change by another user">
       <p>
-        <strong>{others[0] === undefined ? "Somebody else" : <bdi>{others[0].actor}</bdi>} saved revision {newest.revision} while you were editing.</strong> What you typed is kept.
+        <strong>{others[0] === undefined ? "Another user" : <bdi>{others[0].actor}</bdi>} saved revision {newest.revision} while you were editing.</strong> Your input is kept.
       </p>
       {others.map(({ number, diff }) => (
         <Diff key={number} text={diff} />
@@ -267,7 +267,7 @@ export function Shadow({ shadowed, file }: { shadowed: boolean; file: string }):
   if (!shadowed) return null;
   return (
     <p className="risk anywhere">
-      The file <code>{file}</code> of the models folder stays in force. What is edited here is kept and serves once the file is removed.
+      The file <code>{file}</code> in the models folder stays in force. Changes made here are saved and take effect when the file is removed.
     </p>
   );
 }

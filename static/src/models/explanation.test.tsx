@@ -90,12 +90,12 @@ function lines(table: HTMLElement): string[][] {
 it("shows what the next request finds, the latest decision with its nodes, and why not the others (UI-8.7)", async () => {
   const panel = await open();
   expect(panel.getByText("Loading reasons…")).toBeTruthy();
-  await respond(0, explained("it is sent to replica 0 on n1; requests there: 2", [recordedDecision(8), recordedDecision(7, { reason: "the only node" })]));
-  expect(await panel.findByText("it is sent to replica 0 on n1; requests there: 2")).toBeTruthy();
+  await respond(0, explained("the request is sent to replica 0 on n1 (in flight: 2)", [recordedDecision(8), recordedDecision(7, { reason: "the only node" })]));
+  expect(await panel.findByText("the request is sent to replica 0 on n1 (in flight: 2)")).toBeTruthy();
   const decisions = within(panel.getByRole("list", { name: "Decisions for tiny" })).getAllByRole("button").filter((element) => element.hasAttribute("aria-expanded"));
   expect(decisions.map((element) => element.getAttribute("aria-expanded"))).toEqual(["false", "true", "false"]);
-  expect(decisions.map((element) => element.textContent)).toEqual(["One more replica now would go to n1#0", expect.stringMatching(/^placed n1#0/), expect.stringMatching(/^placed/)]);
-  expect(panel.getByText(/2 of 3 nodes could take it\. Needs: 8 GiB of VRAM if possible\./)).toBeTruthy();
+  expect(decisions.map((element) => element.textContent)).toEqual(["One more replica would now go to n1#0", expect.stringMatching(/^placed n1#0/), expect.stringMatching(/^placed/)]);
+  expect(panel.getByText(/2 of 3 nodes could take the replica\. Needs: 8 GiB of VRAM if possible\./)).toBeTruthy();
   expect(lines(panel.getByRole("table", { name: "Best nodes for tiny" }))).toEqual([
     ["n1#0", "0", "no", "yes", "none", "0", "20 GiB free", ""],
     ["n2#1", "0", "no", "yes", "none", "0", "12 GiB free", "20.0 GiB free against 12.0 GiB"],
@@ -114,8 +114,8 @@ it("shows how much of the quota for models is used where a node has one", async 
   const panel = await open();
   const [plain] = decision().misses;
   const limited = { node_id: "n2", node: "n2", code: "quota", reason: "190.0 GiB of 200.0 GiB of the quota for models are used, 12 GiB more are needed", free_vram: 8 * GIB, available_disk: 900 * GIB, total_disk: 1024 * GIB, disk_quota: 200 * GIB, quota_used: 190 * GIB, replicas: 0, slots: 1, in_flight: 0 };
-  await respond(0, explained("a load begins and waits", [], decision({ ...WAITING, misses: [limited, ...(plain === undefined ? [] : [plain])] })));
-  await panel.findByRole("button", { name: /^One more replica now/ });
+  await respond(0, explained("a load starts and waits", [], decision({ ...WAITING, misses: [limited, ...(plain === undefined ? [] : [plain])] })));
+  await panel.findByRole("button", { name: /^One more replica would now/ });
   const misses = panel.getByRole("table", { name: "Nearest misses for tiny" });
   expect(within(misses).getAllByRole("columnheader").map((heading) => heading.textContent)).toContain("Quota used");
   expect(lines(misses).map((row) => row.slice(3, 5))).toEqual([["900 GiB of 1 TiB", "190 GiB of 200 GiB"], ["not reported", "no quota"]]);
@@ -123,9 +123,9 @@ it("shows how much of the quota for models is used where a node has one", async 
 
 it("shows a wait with its reason, and another decision when it is chosen (UI-8.7)", async () => {
   const panel = await open();
-  await respond(0, explained("a load begins and waits: no node has 8 GiB", [recordedDecision(8, WAITING), recordedDecision(7)], decision(WAITING)));
+  await respond(0, explained("a load starts and waits: no node has 8 GiB", [recordedDecision(8, WAITING), recordedDecision(7)], decision(WAITING)));
   const list = within(await panel.findByRole("list", { name: "Decisions for tiny" }));
-  expect(list.getByText("One more replica now would wait")).toBeTruthy();
+  expect(list.getByText("One more replica would now wait")).toBeTruthy();
   expect(list.getByText("waiting")).toBeTruthy();
   expect(panel.queryByRole("table", { name: /Best/ })).toBeNull();
   expect(panel.getByRole("table", { name: "Nearest misses for tiny" })).toBeTruthy();

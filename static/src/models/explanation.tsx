@@ -125,7 +125,7 @@ function Line({ choice, name, open, onToggle }: LineProps): ReactNode {
       <button type="button" className="why-toggle" aria-expanded={open} aria-controls={id} onClick={onToggle}>
         {recorded === null ? (
           <span className="anywhere grow">
-            One more replica now would {decision.outcome === "placed" ? "go to " : "wait"}
+            One more replica would now {decision.outcome === "placed" ? "go to " : "wait"}
             {decision.outcome === "placed" && <Slot decision={decision} />}
           </span>
         ) : (

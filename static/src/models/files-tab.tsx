@@ -20,13 +20,13 @@ export function FilesTab({ row }: { row: ModelRow }): ReactNode {
           <>
             {file !== "" && (
               <p className="anywhere">
-                Defined by <code>{file}</code> of the models folder.
+                Defined by <code>{file}</code> in the models folder.
               </p>
             )}
-            {files.length === 0 && <p className="muted">The definition names no files of the models folder: its backend fetches them.</p>}
+            {files.length === 0 && <p className="muted">The definition names no files in the models folder. The backend downloads what it needs.</p>}
             {files.length > 0 && <Table name={`Files of ${row.name}`} columns={COLUMNS} rows={files} rowId={({ path }) => path} rowName={({ path }) => path} first={100} />}
             {size > 0 && <p>Total: {bytes(size)}.</p>}
-            <p className="muted anywhere">{nodes.length === 0 ? "A node gets them with its first replica." : `Also on nodes with a replica: ${nodes.slice(0, 20).join(", ")}${nodes.length > 20 ? ` and ${nodes.length - 20} more` : ""}.`}</p>
+            <p className="muted anywhere">{nodes.length === 0 ? "A node receives the files with its first replica." : `Also on nodes with a replica: ${nodes.slice(0, 20).join(", ")}${nodes.length > 20 ? ` and ${nodes.length - 20} more` : ""}.`}</p>
           </>
         )}
       </Fetched>
@@ -38,7 +38,7 @@ export function FilesTab({ row }: { row: ModelRow }): ReactNode {
 function Presence({ size, present, source }: File): ReactNode {
   if (present) return "yes";
   if (source !== "") return <bdi className="anywhere">no: nodes download it from {source}</bdi>;
-  return size > 0 ? <span className="pill warn">unknown: the models folder has a problem</span> : <span className="pill bad">missing</span>;
+  return size > 0 ? <span className="pill warn">unknown: the models folder cannot be read</span> : <span className="pill bad">missing</span>;
 }
 
 const COLUMNS: readonly Column<File>[] = [

@@ -15,7 +15,7 @@ export function LeaveQuestion({ name, enabled }: { name: string; enabled: boolea
   if (blocker.state !== "blocked") return null;
   return (
     <Confirm open danger title="Leave without saving?" action="Leave" back="Stay" onClose={() => blocker.reset()} onConfirm={() => blocker.proceed()}>
-      <p>Your changes of the definition are lost.</p>
+      <p>Your changes to the definition will be lost.</p>
     </Confirm>
   );
 }

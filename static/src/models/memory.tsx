@@ -39,8 +39,8 @@ function Fits({ model }: { model: string }): ReactNode {
       {data !== undefined && <Memory memory={data.memory} name={model} need={data.placement.need} />}
       {data !== undefined && (
         <div>
-          <Button small kind="ghost" aria-label={`Read again: memory for ${model}`} busy={isFetching} onClick={retry}>
-            Read again
+          <Button small kind="ghost" aria-label={`Refresh: memory for ${model}`} busy={isFetching} onClick={retry}>
+            Refresh
           </Button>
         </div>
       )}
@@ -70,7 +70,7 @@ export function sourceWords({ source, readings = 0 }: Decision["need"]): string 
 
 /** Whether it fits there; `refused` has its own reason. */
 export function verdictWords({ verdict, context }: Pick<NodeMemory, "verdict" | "context">): string {
-  const words = { fits: "fits", smaller_context: `with ${contextWords(context)} of context`, lacks_memory: "not there", unknown: "not known", refused: "not there" };
+  const words = { fits: "fits", smaller_context: `with ${contextWords(context)} of context`, lacks_memory: "does not fit", unknown: "not known", refused: "not possible" };
   return words[verdict];
 }
 
@@ -86,7 +86,7 @@ const FITS: readonly Column<NodeMemory>[] = [
   { key: "fits", title: "Fits", value: verdictWords, cell: verdictWords },
   { key: "needs", title: "Needs", largestFirst: true, value: ({ needed }) => needed || null, cell: ({ needed }) => (needed > 0 ? bytes(needed) : "not known") },
   {
-    key: "free", title: "Free for it", largestFirst: true,
+    key: "free", title: "Free", largestFirst: true,
     value: (entry) => (isFreeKnown(entry) ? entry.usable : null), cell: freeWords,
   },
   { key: "help", title: "Details", value: (entry) => helpWords(entry) || null, cell: (entry) => <bdi>{helpWords(entry)}</bdi> },
@@ -114,7 +114,7 @@ export function Memory({ memory, name, need }: MemoryProps): ReactNode {
   const source = need === undefined ? "" : sourceWords(need);
   return (
     <div className="stack">
-      <p className="muted anywhere">{terms === "" ? "What it needs is not known term by term." : `Needs: ${terms}.`}</p>
+      <p className="muted anywhere">{terms === "" ? "The parts of the memory need are not known." : `Needs: ${terms}.`}</p>
       {source !== "" && <p className="muted">{source}</p>}
       {memory.nodes.length > 0 && <Table name={`Memory for ${name}`} columns={FITS} rows={memory.nodes} rowId={({ node_id }) => node_id} rowName={({ node }) => node} />}
       {rest > 0 && <p className="muted">{rest} more nodes are not shown.</p>}

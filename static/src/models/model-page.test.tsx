@@ -57,7 +57,7 @@ it("shows replicas and figures, and the ways to the parts (E65, UI-8.2)", async 
   const replicas = within(await screen.findByRole("table", { name: "Replicas of tiny" }));
   expect(replicas.getAllByRole("row")[1]?.textContent).toMatch(/^n10loaded/);
   expect(await screen.findByText("Charts of tiny")).toBeTruthy();
-  const parts = within(screen.getByRole("navigation", { name: "Parts of this model" })).getAllByRole("link");
+  const parts = within(screen.getByRole("navigation", { name: "Sections of this model" })).getAllByRole("link");
   expect(parts.map((link) => [link.textContent, link.getAttribute("href")])).toEqual([
     ["Overview", "/app/models/tiny"], ["Definition", "/app/models/tiny/definition"], ["Revisions", "/app/models/tiny/revisions"], ["Files", "/app/models/tiny/files"], ["Try it", "/app/models/tiny/try"],
   ]);
@@ -73,7 +73,7 @@ it("shows the progress of a load, and the reason of a failed one until it is dis
   const load = { jobID: "j1", kind: "model_load", id: "tiny", fullName: "tiny", name: "tiny", status: "processing", seq: 1, progress: 40, phase: "loading", message: "", attempts: 0, nextLookAt: "" } as unknown as Operation;
   const failed = { ...load, jobID: "j2", status: "failed", error: "out of memory" } as Operation;
   const store = open("", load, failed);
-  const work = within(await screen.findByRole("region", { name: "Work" }));
+  const work = within(await screen.findByRole("region", { name: "Operations" }));
   expect(work.getByRole("progressbar").getAttribute("aria-valuenow")).toBe("40");
   expect(work.getByText("out of memory")).toBeTruthy();
   fireEvent.click(work.getByRole("button", { name: /^Dismiss tiny/ }));
@@ -107,7 +107,7 @@ it("shows the files, also one that is missing, one at its source and one of a fo
   });
   open("/files");
   const rows = within(await screen.findByRole("table", { name: "Files of tiny" })).getAllByRole("row");
-  expect(rows.slice(1).map((row) => row.textContent)).toEqual(["a.gguf1 GiByes", "b.gguf" + "unknown" + "missing", "c.gguf1 GiB" + "no: nodes download it from hf://o/r@0a/c.gguf", "d.gguf1 GiB" + "unknown: the models folder has a problem"]);
+  expect(rows.slice(1).map((row) => row.textContent)).toEqual(["a.gguf1 GiByes", "b.gguf" + "unknown" + "missing", "c.gguf1 GiB" + "no: nodes download it from hf://o/r@0a/c.gguf", "d.gguf1 GiB" + "unknown: the models folder cannot be read"]);
   expect(await screen.findByText("Also on nodes with a replica: n1.")).toBeTruthy();
 });
 
@@ -126,7 +126,7 @@ describe("the editor", () => {
 
   it("shows what a change would replace, and saves the changed fields with their reason (UI-8.6)", async () => {
     const editor = await edit();
-    expect(editor.getByText("Nothing is changed yet.")).toBeTruthy();
+    expect(editor.getByText("No changes yet.")).toBeTruthy();
     fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
     expect(editor.getByRole("button", { name: "Save" }).getAttribute("aria-disabled")).toBe("true");
     expect(await editor.findByText("1 replica is replaced")).toBeTruthy();
@@ -191,7 +191,7 @@ describe("the editor", () => {
       return new Refusal(409, "the definition has revision 4");
     };
     fireEvent.click(editor.getByRole("button", { name: "Save" }));
-    const moved = within(await editor.findByRole("region", { name: "Change by somebody else" }));
+    const moved = within(await editor.findByRole("region", { name: "Change by another user" }));
     expect(await moved.findByText("+parallel: 2")).toBeTruthy();
     fireEvent.click(await moved.findByRole("button", { name: "Apply my changes to revision 4" }));
     expect([editor.getByLabelText<HTMLInputElement>("Context, tokens").value, editor.getByLabelText<HTMLInputElement>("Parallel slots").value]).toEqual(["4096", "2"]);

@@ -66,7 +66,7 @@ function OneModel({ name, tab }: { name: string; tab: string }): ReactNode {
       {isMissing ? (
         <Empty title="No model has this name.">
           <p className="anywhere">
-            <bdi>{name}</bdi> is not defined and runs nowhere.
+            <bdi>{name}</bdi> is not defined and has no replicas.
           </p>
           <Link className="button primary" to="/app/models/add">
             Add a model
@@ -114,7 +114,7 @@ function Shown({ row, tab, error }: { row: ModelRow; tab: string; error: Error |
         {row.rule !== undefined && <Link to={`/app/scheduling?q=${encodeURIComponent(row.name)}`}>Rule: {demand(row.rule)}</Link>}
       </div>
       <Problem error={error instanceof ApiError && error.status === 404 ? null : error} />
-      <Tabs label="Parts of this model" current={tabAddress(row, current)} tabs={tabs.map((part) => ({ to: tabAddress(row, part), title: part.title }))} />
+      <Tabs label="Sections of this model" current={tabAddress(row, current)} tabs={tabs.map((part) => ({ to: tabAddress(row, part), title: part.title }))} />
       <Content tab={current} row={row} />
       {action !== null && <ActionDialog action={action} onClose={() => setAction(null)} onDeleted={() => void navigate("/app/models")} />}
     </div>

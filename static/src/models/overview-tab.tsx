@@ -28,7 +28,7 @@ export function OverviewTab({ row }: { row: ModelRow }): ReactNode {
         </p>
       )}
       {(row.active.length > 0 || row.failed.length > 0) && (
-        <Panel title="Work">
+        <Panel title="Operations">
           {row.active.map((operation) => (
             <Work key={operation.jobID} operation={operation} />
           ))}
@@ -58,7 +58,7 @@ const FIT_EVERY_MS = 30_000;
 function NotRunning({ row }: { row: ModelRow }): ReactNode {
   return (
     <>
-      <p className="muted">Not running. The first request loads it.</p>
+      <p className="muted">Not running. The first request loads the model.</p>
       {row.definition !== undefined && row.definition.state !== "unusable" && <MemoryNow model={row.name} />}
     </>
   );

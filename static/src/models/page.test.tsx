@@ -89,7 +89,7 @@ it("asks once where the models in sight fit (UW9)", async () => {
   open();
   await waitFor(async () => expect((await row("idle-once")).textContent).toContain("1 node"));
   expect((await row("filed-once")).textContent).toContain("tight");
-  expect((await row("off-once")).textContent).toContain("nowhere now");
+  expect((await row("off-once")).textContent).toContain("no node now");
   const asked = askedFits.map((models) => models.filter((name) => names.includes(name)).toSorted());
   expect(asked.filter((models) => models.length > 0)).toEqual([names]);
 });
@@ -124,7 +124,7 @@ it("loads more replicas on a chosen node, and refuses one that is not there", as
   fireEvent.change(dialog.getByLabelText("Node"), { target: { value: "n3" } });
   fireEvent.change(dialog.getByLabelText("Replicas"), { target: { value: "3" } });
   fireEvent.click(dialog.getByRole("button", { name: "Load" }));
-  expect(dialog.getByText("There is no such node in service.")).toBeTruthy();
+  expect(dialog.getByText("No node with this name is in service.")).toBeTruthy();
   expect(sent).toEqual([]);
   fireEvent.change(dialog.getByLabelText("Node"), { target: { value: "n2" } });
   fireEvent.click(dialog.getByRole("button", { name: "Load" }));
@@ -153,12 +153,12 @@ it("deletes a definition with its files after a question, but not one that a fil
   open();
   await act("idle", "Delete…");
   const question = within(await screen.findByRole("alertdialog", { name: /Delete idle/ }));
-  expect(question.getByText("It has no replicas.")).toBeTruthy();
+  expect(question.getByText("The model has no replicas.")).toBeTruthy();
   fireEvent.click(question.getByRole("checkbox"));
   fireEvent.click(question.getByRole("button", { name: "Delete" }));
   await waitFor(() => expect(sent).toEqual([["DELETE", "/api/definitions/{name}", undefined]]));
   fireEvent.keyDown(within(await row("filed")).getByRole("button", { name: "Actions for filed" }), { key: "Enter" });
-  expect((await screen.findByRole("menuitem", { name: "Delete…" })).getAttribute("title")).toBe("defined by a file of the models folder; remove the file");
+  expect((await screen.findByRole("menuitem", { name: "Delete…" })).getAttribute("title")).toBe("defined by a file in the models folder; remove the file");
 });
 
 it("keeps filter and order in the address (UI-8.1)", async () => {

@@ -78,7 +78,7 @@ function Unusable({ definitions: { unusable }, onRefresh }: { definitions: Defin
 function NoModels(): ReactNode {
   return (
     <Empty title="No models">
-      <p>Paste a name or an address, or choose a model of a gallery.</p>
+      <p>Paste a name or an address, or choose a model from a gallery.</p>
       <Link className="button primary" to="/app/models/add">
         Add a model
       </Link>

@@ -28,7 +28,7 @@ export function RevisionsTab({ name }: { name: string }): ReactNode {
       <Fetched query={query} subject="the revisions">
         {(revisions) =>
           revisions.length === 0 ? (
-            <p className="muted">None: the definition is a file of the models folder that was never edited here.</p>
+            <p className="muted">No revisions: a file in the models folder defines this model, and nobody has edited it here.</p>
           ) : (
             <ol className="model-revisions">
               {revisions.map((revision, index) => (
@@ -47,7 +47,7 @@ export function RevisionsTab({ name }: { name: string }): ReactNode {
       )}
       {chosen !== null && (
         <Confirm open onClose={close} title={`Restore revision ${chosen.number}`} action="Restore" busy={restore.busy} error={restore.error} onConfirm={() => restore.run(chosen, close)}>
-          <p>Saves the text of this revision as a new one. Replicas that run another definition are replaced one after the other.</p>
+          <p>Saves the text of this revision as a new one. Replicas that run another definition are replaced one after another.</p>
         </Confirm>
       )}
     </Panel>

@@ -56,7 +56,7 @@ describe("models (E65, UI-8.1)", () => {
     expect([loadRefusal(named("a", result)), loadRefusal(named("stray", result)), loadRefusal({ definition: definition("x", { state: "disabled" }) })]).toEqual(["", "not defined on this server", "disabled"]);
     expect([isIdle(named("a", result)), isIdle(named("a", rows())), isIdle(named("b", rows()))]).toEqual([false, true, false]);
     expect([unloadRefusal(named("a", rows())), unloadRefusal(named("b", rows()))]).toEqual(["not loaded", ""]);
-    expect([deleteRefusal(named("a", rows())), deleteRefusal({ definition: definition("x", { origin: "file" }), active: [] })]).toEqual(["", "defined by a file of the models folder; remove the file"]);
+    expect([deleteRefusal(named("a", rows())), deleteRefusal({ definition: definition("x", { origin: "file" }), active: [] })]).toEqual(["", "defined by a file in the models folder; remove the file"]);
   });
 
   it("have one state, of which those that need attention come first", () => {

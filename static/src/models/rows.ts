@@ -178,7 +178,7 @@ export function unloadRefusal(row: ModelRow): string {
 /** Why its definition cannot be deleted here; "" if it can. A file is the administrator's. */
 export function deleteRefusal({ definition, active }: Pick<ModelRow, "definition" | "active">): string {
   if (definition === undefined) return "not defined on this server";
-  if (definition.origin === "file") return "defined by a file of the models folder; remove the file";
+  if (definition.origin === "file") return "defined by a file in the models folder; remove the file";
   return active.some(({ kind }) => kind === "definition_delete") ? "already being deleted" : "";
 }
 

@@ -91,7 +91,7 @@ function addWords(kind: Source["kind"], size: number): string {
 
 /** What stands in the way of an import; "" if nothing does. */
 function refusalOf({ variants, problem }: Source, name: string): string {
-  if (variants.length === 0) return problem || "There is nothing that could be run";
+  if (variants.length === 0) return problem || "The source has nothing that can run";
   return name.trim() === "" ? "Enter a name first" : "";
 }
 
@@ -141,7 +141,7 @@ function Fit({ variant: { fit } }: { variant: SourceVariant }): ReactNode {
 
 export function Candidates({ source: { candidates, problem }, onChoose }: { source: Source; onChoose: (text: string) => void }): ReactNode {
   return (
-    <Panel title="Models of this name">
+    <Panel title="Models with this name">
       {problem !== "" && (
         <p className="problem" role="alert">
           <bdi>{problem}</bdi>

@@ -17,7 +17,7 @@ const WAITING: ReadonlySet<Target["status"]> = new Set(["queued", "waiting", "re
 /** Why it cannot be cancelled; "" if it can. */
 export function cancelRefusal(operations: readonly Operation[]): string {
   if (operations.some((operation) => operation.cancellable)) return "";
-  if (operations.some((operation) => operation.isDeletion)) return "A removal that has begun cannot be cancelled";
+  if (operations.some((operation) => operation.isDeletion)) return "A removal that has started cannot be cancelled";
   return "Cannot be cancelled now";
 }
 
@@ -86,7 +86,7 @@ function Effects({ effect }: { effect: Effect }): ReactNode {
           {named(effect.stock)}: a stock LocalAI worker cannot be stopped. It continues, and its result is discarded.
         </li>
       )}
-      {effect.waiting > 0 && <li>{count(effect.waiting, "node")} not begun: nothing is sent there.</li>}
+      {effect.waiting > 0 && <li>{count(effect.waiting, "node")} not started: no command is sent.</li>}
     </>
   );
 }
@@ -121,7 +121,7 @@ function CancelQuestion({ operations, first, onClose }: QuestionProps): ReactNod
       <ul className="effects">
         {cancellable.length === 0 && <li>It has finished or can no longer be cancelled.</li>}
         <Effects effect={effect} />
-        {effect.done > 0 && <li>{count(effect.done, "node")} done: they stay as they are.</li>}
+        {effect.done > 0 && <li>{count(effect.done, "node")} done: nothing is undone.</li>}
         <li>Cancelling is final. You can request it again in History.</li>
       </ul>
     </Confirm>

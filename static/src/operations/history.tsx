@@ -239,7 +239,7 @@ function ClearQuestion({ onClose }: { onClose: () => void }): ReactNode {
     <Confirm open danger typed="clear" onClose={onClose} title="Clear history" action="Clear history" busy={clearing.busy} error={clearing.error} onConfirm={() => clearing.run()}>
       <ul className="effects">
         <li>Deletes the records of all finished operations for all users, including those that the filters hide.</li>
-        <li>Who requested what, when and from where is lost. This cannot be undone.</li>
+        <li>The records of who made a request, when and from where are deleted. This cannot be undone.</li>
         <li>Failures in the inbox stay.</li>
       </ul>
     </Confirm>

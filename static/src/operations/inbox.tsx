@@ -129,7 +129,7 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
             retrying.run(possible);
           }}
         >
-          <p>Each is requested again where it failed{possible.length < failures.length && `; ${count(failures.length - possible.length, "failure")} cannot be retried`}.</p>
+          <p>Each operation is retried on the nodes where it failed{possible.length < failures.length && `; ${count(failures.length - possible.length, "failure")} cannot be retried`}.</p>
         </Confirm>
       )}
     </>
@@ -139,6 +139,6 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
 function useRetry() {
   return useAction(
     (retried: readonly Operation[]) => act("retry", retried),
-    (_, retried) => announce(`${count(retried.length, "operation")} started again`),
+    (_, retried) => announce(`${count(retried.length, "operation")} retried`),
   );
 }

@@ -9,9 +9,9 @@ const clock = (iso: string) => new Intl.DateTimeFormat(undefined, { hour: "2-dig
 it("says for how long nothing was heard, and until when that may last (review R5)", () => {
   const limit = "2026-11-23T15:27:00Z";
   expect(silence({ lastProgressAt: ago(59), timeLimitAt: limit }, NOW)).toBe("");
-  expect(silence({ lastProgressAt: ago(130), timeLimitAt: limit }, NOW)).toBe(`No news for 2 min, limit at ${clock(limit)}`);
-  expect(silence({ lastProgressAt: ago(3_700) }, NOW)).toBe("No news for 1 h 1 min");
-  expect(silence({ lastProgressAt: ago(130), timeLimitAt: ago(1) }, NOW)).toBe("No news for 2 min");
+  expect(silence({ lastProgressAt: ago(130), timeLimitAt: limit }, NOW)).toBe(`No update for 2 min, limit at ${clock(limit)}`);
+  expect(silence({ lastProgressAt: ago(3_700) }, NOW)).toBe("No update for 1 h 1 min");
+  expect(silence({ lastProgressAt: ago(130), timeLimitAt: ago(1) }, NOW)).toBe("No update for 2 min");
   expect(silence({}, NOW)).toBe("");
 });
 

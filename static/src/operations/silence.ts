@@ -27,7 +27,7 @@ export function silence({ lastProgressAt = "", timeLimitAt = "" }: ProgressTimes
   const seconds = (now - Date.parse(lastProgressAt)) / 1000;
   if (!(seconds >= SILENT_AFTER)) return "";
   const limit = Date.parse(timeLimitAt);
-  return `No news for ${minutes(seconds)}${limit > now ? `, limit at ${timeOfDay(limit)}` : ""}`;
+  return `No update for ${minutes(seconds)}${limit > now ? `, limit at ${timeOfDay(limit)}` : ""}`;
 }
 
 /** The latest news of several operations: while one moves, all of them are not silent. */

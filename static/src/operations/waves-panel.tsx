@@ -82,7 +82,7 @@ function Question({ operation, now, choice, models, onClose }: QuestionProps): R
     <Confirm open onClose={onClose} title={`${stops ? "Stop" : "Continue"} ${doing(operation)} ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.busy} error={control.error} onConfirm={() => control.run()}>
       {stops ? (
         <p>
-          {count(now.later.length, "node")} not begun: nothing is sent there. {running && `Wave ${now.number} ends by itself. `}Nodes that are done stay as they are.
+          {count(now.later.length, "node")} not started: no command is sent. {running && `Wave ${now.number} runs to its end. `}Finished nodes stay as they are.
         </p>
       ) : (
         now.state === "asks" && <p>The next wave starts. Failed nodes stay as they are; retry them when the operation has finished.</p>

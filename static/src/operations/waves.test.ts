@@ -23,9 +23,9 @@ it("the canary is the first wave, and the others wait for the open one", () => {
 
 it("after a failed wave the rest waits for a choice; after the last one nothing waits", () => {
   const [asks, last] = [waveProgress(upgrade({ state: "asks" }, "error")), waveProgress(upgrade({ open: 3 }))];
-  expect(asks && waitOf(asks)).toBe("Wave 2 of 4 failed: 2 nodes wait for your choice.");
+  expect(asks && waitOf(asks)).toBe("Wave 2 of 4 failed: 2 nodes wait for your decision.");
   const cancelled = waveProgress(upgrade({ state: "asks" }, "cancelled"));
-  expect(cancelled && waitOf(cancelled)).toBe("Wave 2 of 4 was cancelled in part: 2 nodes wait for your choice.");
+  expect(cancelled && waitOf(cancelled)).toBe("Wave 2 of 4 was partly cancelled: 2 nodes wait for your decision.");
   expect(last && waitOf(last)).toBe("");
 });
 

@@ -38,7 +38,7 @@ export function waitOf({ state, number, count, open, later }: Standing): string 
   const waitingText = later.length === 1 ? "1 node waits" : `${later.length} nodes wait`;
   if (state === "asks") {
     const failed = open.some((target) => ownState(target) === "error");
-    return `Wave ${number} of ${count} ${failed ? "failed" : "was cancelled in part"}: ${waitingText} for your choice.`;
+    return `Wave ${number} of ${count} ${failed ? "failed" : "was partly cancelled"}: ${waitingText} for your decision.`;
   }
   return `${waitingText} until wave ${number} of ${count} is done.`;
 }

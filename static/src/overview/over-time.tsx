@@ -64,7 +64,7 @@ interface ChoicesProps {
 
 function Choices({ name, isZoomed, onChoose }: ChoicesProps): ReactNode {
   return (
-    <div className="row" role="group" aria-label="Time shown">
+    <div className="row" role="group" aria-label="Period">
       {isZoomed && (
         <Button small onClick={() => onChoose(name)}>
           Reset zoom
@@ -108,7 +108,7 @@ function Drawn({ figures, draw, onZoom }: DrawnProps): ReactNode {
   const start = Date.parse(figures.from) / 1000;
   const events = useMemo<readonly ChartEvent[]>(() => figures.events.map((event) => ({ at: Date.parse(event.at) / 1000, text: eventText(event, figures.scope) })), [figures]);
   const drawings = useMemo(() => draw(figures), [draw, figures]);
-  if (drawings.length === 0) return <p className="muted">No figures in this time.</p>;
+  if (drawings.length === 0) return <p className="muted">No figures in this period.</p>;
   return (
     <div className="charts">
       {drawings.map((drawing) => (

@@ -85,7 +85,7 @@ it("shows what needs attention, with the page on which to act", async () => {
   expect(list.textContent).toBe("7The models disk is fulla, b and more");
   expect(within(list).getByRole("link").getAttribute("href")).toBe("/app/capacity?of=disk");
   expect(screen.getByText(/2 nodes, 4 GPUs 50% busy, 3 GiB of 8 GiB VRAM used\./)).toBeTruthy();
-  expect(screen.getByRole("list", { name: "Running operations" }).textContent).toMatch(/running.*Model load minilm.*gpu-a, 40%, sending minilm.gguf, file 1 of 2.*No news for/);
+  expect(screen.getByRole("list", { name: "Running operations" }).textContent).toMatch(/running.*Model load minilm.*gpu-a, 40%, sending minilm.gguf, file 1 of 2.*No update for/);
   expect(screen.queryByText("First steps")).toBeNull();
 });
 
@@ -109,7 +109,7 @@ it("shows the first steps until all are done", async () => {
   open({ nodes: [], node_count: 0, first_steps: [{ id: "add_node", done: false }, { id: "load_model", done: true }], attention: [], running_count: 0 });
   const steps = within(await screen.findByRole("region", { name: "First steps" })).getAllByRole("listitem");
   expect(steps.map((step) => step.textContent)).toEqual(["Add a node", "Add a modeldone"]);
-  expect(screen.getByText("Nothing.")).toBeTruthy();
+  expect(screen.getByText("Nothing needs attention.")).toBeTruthy();
 });
 
 it("draws counts by the second, memory up to its total, and nothing that is not known", async () => {

@@ -99,7 +99,7 @@ const PAGES: Readonly<Record<Group["cause"], string>> = {
 function Attention({ groups }: { groups: readonly Group[] }): ReactNode {
   return (
     <Panel title="Needs attention">
-      {groups.length === 0 && <p className="muted">Nothing.</p>}
+      {groups.length === 0 && <p className="muted">Nothing needs attention.</p>}
       {groups.length > 0 && (
         <ul className="ov-lines" aria-label="Needs attention">
           {groups.map((group, index) => (

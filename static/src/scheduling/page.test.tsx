@@ -57,7 +57,7 @@ async function dialog(button: string) {
 it("shows each rule with its figures, its reason, its cooldown and its nodes (UW10, UI-6.1, UI-6.3)", async () => {
   await open();
   const row = within(screen.getByRole("table", { name: "Scheduling rules" })).getAllByRole("row")[1];
-  for (const part of ["org/m", "tier=fast", "at least 2", "wanted2", "running1", "loading0", "cooling down", "next try in", "3 passes in a row", "no node with room"]) {
+  for (const part of ["org/m", "tier=fast", "at least 2", "wanted2", "running1", "loading0", "cooling down", "next attempt in", "3 passes in a row", "no node with room"]) {
     expect(row?.textContent).toContain(part);
   }
   expect(await within(screen.getByRole("table", { name: "Scheduling rules" })).findByRole("link", { name: "n1" })).toBeTruthy();
@@ -85,7 +85,7 @@ it("counts matching nodes as labels are typed, and warns of none or of none that
   type("Value", "fast");
   expect(form.getByText(/Matches 1 of 2 nodes: n1/)).toBeTruthy();
   type("Value", "slow");
-  expect(form.getByText(/None of them is healthy/)).toBeTruthy();
+  expect(form.getByText(/No matching node is healthy/)).toBeTruthy();
   type("Value", "odd");
   fireEvent.keyDown(form.getByLabelText("Value"), { key: "Enter" });
   expect(form.getByText(/No node matches/)).toBeTruthy();
@@ -149,7 +149,7 @@ it("a list that cannot be read is not taken for an empty one (UI-6.6, E43)", asy
 it("what only routes says so, in the dialog's More as well (UI-6.7)", async () => {
   rules = [{ ...OLD, min_replicas: 0, route_policy: "prefix_cache" }];
   await open();
-  expect(screen.getByText("restricts only")).toBeTruthy();
+  expect(screen.getByText("restricts nodes only")).toBeTruthy();
   const form = await dialog("Edit rule of org/m");
   expect(form.getByLabelText("Routing policy").textContent).toContain("Prefix cache");
   expect(form.getByText("Request routing").closest("details")?.open).toBe(true);

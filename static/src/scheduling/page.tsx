@@ -135,7 +135,7 @@ function columnsOf(places: ReadonlyMap<string, Places>, onOpen: (opened: Opened)
 
 function Chips({ rule }: { rule: Rule }): ReactNode {
   const selector = selectorOf(rule);
-  if (selector === null) return <span className="risk">The selector cannot be read; it matches no node.</span>;
+  if (selector === null) return <span className="risk">The selector is invalid and matches no node.</span>;
   const labels = Object.entries(selector);
   if (labels.length === 0) return <span className="muted">Any node</span>;
   return <LabelChips labels={labels} />;
@@ -188,7 +188,7 @@ function State({ rule }: { rule: Rule }): ReactNode {
   return (
     <div className="rule-state">
       <span className={`pill ${tone}`}>{word}</span>
-      {wait > 0 && <span title={exact(rule.unsatisfiable_until ?? "")}>next try in {formatTimeLeft(wait)}</span>}
+      {wait > 0 && <span title={exact(rule.unsatisfiable_until ?? "")}>next attempt in {formatTimeLeft(wait)}</span>}
       {rule.unsatisfiable_ticks > 0 && <span className="muted">{count(rule.unsatisfiable_ticks, "pass", "passes")} in a row could not load all wanted replicas</span>}
       {counts(rule) && rule.state !== undefined && (
         <span className="anywhere">
@@ -226,7 +226,7 @@ function DeleteRule({ rule, onClose }: { rule: Rule; onClose: () => void }): Rea
       error={remove.error}
       onConfirm={() => remove.run(undefined, onClose)}
     >
-      <p>Nothing stops now. Replicas that end are no longer replaced, and any node may run the model.</p>
+      <p>No replica stops now. Replicas that end are no longer replaced, and any node can run the model.</p>
     </Confirm>
   );
 }

@@ -41,7 +41,7 @@ it("says what a rule would do now: loads where and why, and why it cannot be met
   const preview = within(await screen.findByRole("region", { name: "Preview of the rule" }));
   expect((await preview.findByRole("status")).textContent).toBe("1 replica now, 3 wanted.");
   expect(preview.getByRole("list", { name: "Loads" }).textContent).toBe("a: most VRAM free");
-  expect(preview.getByText(/It cannot be met now/).textContent).toContain("no node with room for one more");
+  expect(preview.getByText(/The rule cannot be met now/).textContent).toContain("no node with room for one more");
   expect(preview.getByText("2 nodes: offline; 1 node: no free slot for this model")).toBeTruthy();
   expect(requests).toEqual([{ rule: expect.objectContaining({ model_name: "m", min_replicas: 3, node_selector: { tier: "fast" } }) as unknown }]);
 });

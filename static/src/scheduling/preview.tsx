@@ -60,7 +60,7 @@ export function Preview({ draft }: { draft: Draft }): ReactNode {
       <h3>Preview</h3>
       <Problem error={error} onRetry={() => void refetch()} />
       {error === null && data !== undefined && <PlanSummary plan={data} />}
-      {error === null && data === undefined && <p className="muted">Asking…</p>}
+      {error === null && data === undefined && <p className="muted">Loading the preview…</p>}
     </section>
   );
 }
@@ -71,14 +71,14 @@ function PlanSummary({ plan }: { plan: RulePlan }): ReactNode {
     <div className="stack">
       <p role="status">
         {count(now, "replica")} now, {wanted} wanted.
-        {loads.length === 0 && retires.length === 0 && unsatisfiable === null && " Nothing to do."}
+        {loads.length === 0 && retires.length === 0 && unsatisfiable === null && " No changes needed."}
       </p>
       <Steps title="Loads" steps={loads} />
       <Steps title="Retires" steps={retires} />
       {unsatisfiable !== null && (
         <div className="risk">
           <p className="anywhere">
-            ⚠ It cannot be met now: <bdi>{unsatisfiable.reason}</bdi>
+            ⚠ The rule cannot be met now: <bdi>{unsatisfiable.reason}</bdi>
           </p>
           <p>{countsIn(unsatisfiable.counts, misses)}</p>
         </div>

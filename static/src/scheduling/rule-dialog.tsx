@@ -82,7 +82,7 @@ function ModelField({ draft, problems, change }: FormProps): ReactNode {
       label="Model"
       value={draft.model}
       problem={problems.model_name}
-      description={unknown ? "No model of this name is defined yet." : ""}
+      description={unknown ? "No model with this name is defined yet." : ""}
       suggestions={data.map(({ id }) => id)}
       first
       onChange={(model) => change({ model })}

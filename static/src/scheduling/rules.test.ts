@@ -61,13 +61,13 @@ describe("the selector (UW11)", () => {
 
 describe("how a rule is (UW10)", () => {
   it.each<[string, Partial<Rule>]>([
-    ["restricts only", { min_replicas: 0 }],
+    ["restricts nodes only", { min_replicas: 0 }],
     ["not checked yet", {}],
     ["satisfied", { state: state(1, 1, 0) }],
     ["loading", { state: state(2, 1, 1) }],
-    ["too few", { state: state(2, 1, 0) }],
+    ["too few replicas", { state: state(2, 1, 0) }],
     ["cooling down", { state: state(2, 1, 0), unsatisfiable_until: "2026-08-22T10:05:00Z" }],
-    ["too few", { state: state(2, 1, 0), unsatisfiable_until: AT }],
+    ["too few replicas", { state: state(2, 1, 0), unsatisfiable_until: AT }],
   ])("%s", (word, overrides) => expect(ruleState(rule(overrides), NOW).word).toBe(word));
 
   it("a cooldown counts down to nothing", () => {

@@ -73,13 +73,13 @@ export interface Standing {
 
 /** The state of the rule in a word; `now` in ms by the server's clock. */
 export function ruleState(rule: Rule, now: number): Standing {
-  if (!counts(rule)) return { tone: "", word: "restricts only" };
+  if (!counts(rule)) return { tone: "", word: "restricts nodes only" };
   if (cooldown(rule, now) > 0) return { tone: "warn", word: "cooling down" };
   const { state } = rule;
   if (state === undefined) return { tone: "", word: "not checked yet" };
   if (state.current >= state.wanted) return { tone: "good", word: "satisfied" };
   if (state.loading > 0) return { tone: "info", word: "loading" };
-  return { tone: "warn", word: "too few" };
+  return { tone: "warn", word: "too few replicas" };
 }
 
 /** Seconds for which nothing is tried for the model; 0 if it is. */

@@ -36,7 +36,7 @@ export function SelectorField({ draft, selectorProblem, onChange }: SelectorProp
   return (
     <fieldset className="rule-selector">
       <legend>Node selector</legend>
-      <p className="field-hint">Labels that a node must have. Without any, every node may run the model.</p>
+      <p className="field-hint">Labels that a node must have. Without labels, every node can run the model.</p>
       <ul className="chips" aria-label="Labels of the selector">
         {Object.entries(draft.selector).map(([name, value]) => (
           <li key={name} className="nd-label">
@@ -73,7 +73,7 @@ function Matches({ draft }: { draft: Draft }): ReactNode {
     <div role="status" className={matches.length === 0 || idle ? "risk" : "rule-matches"}>
       <bdi>{matchWords(matches, nodes.length)}</bdi>
       {matches.length === 0 && <> ⚠ No node matches: the model cannot be loaded.</>}
-      {idle && <> ⚠ None of them is healthy now.</>}
+      {idle && <> ⚠ No matching node is healthy now.</>}
     </div>
   );
 }

@@ -87,7 +87,7 @@ function HealthParts({ health }: { health: Health }): ReactNode {
               <h3>{process.name}</h3>
               <span>{process.kind}</span>
               <p>
-                {process.version === "" ? "version unknown" : `version ${process.version}`} · started <Ago at={process.started_at} /> · heard <Ago at={process.seen_at} />
+                {process.version === "" ? "version unknown" : `version ${process.version}`} · started <Ago at={process.started_at} /> · last seen <Ago at={process.seen_at} />
               </p>
             </li>
           ))}

@@ -72,7 +72,7 @@ it("keeps the scale of data that came a moment ago when events are drawn", () =>
 
 it("says that nothing is known", () => {
   render(<Chart {...PROPS} lines={[]} />);
-  expect(screen.getByRole("slider").getAttribute("aria-valuetext")).toBe("nothing known");
+  expect(screen.getByRole("slider").getAttribute("aria-valuetext")).toBe("no data");
 });
 
 it("is not drawn a second time for the width that it has", () => {

@@ -173,10 +173,10 @@ export function Chart(props: ChartProps): ReactNode {
     } else return;
     event.preventDefault();
   };
-  const text = size === 0 ? "nothing known" : stepText(props, at);
+  const text = size === 0 ? "no data" : stepText(props, at);
   const slider = { role: "slider", tabIndex: 0, "aria-labelledby": id, "aria-valuemin": 0, "aria-valuemax": last, "aria-valuenow": at, "aria-valuetext": text, onKeyDown: press };
   return (
-    <Frame title={<figcaption id={id}>{title}</figcaption>} labels={labels} values={size === 0 ? "Nothing known." : text}>
+    <Frame title={<figcaption id={id}>{title}</figcaption>} labels={labels} values={size === 0 ? "No data." : text}>
       <div ref={place} className="chart-place" {...slider} />
     </Frame>
   );

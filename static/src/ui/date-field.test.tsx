@@ -39,7 +39,7 @@ describe("a date field", () => {
     expect([field().value, value()]).toEqual(["2026-08-02", at(2026, 7, 2, 0, 0)]);
     type("2026-08-0");
     expect([field().value, value(), field().getAttribute("aria-invalid")]).toEqual(["2026-08-0", "", "true"]);
-    expect(screen.getByRole("alert").textContent).toBe("Not a date: write YYYY-MM-DD HH:MM.");
+    expect(screen.getByRole("alert").textContent).toBe("Not a date. Use the format YYYY-MM-DD HH:MM.");
     fireEvent.focus(field());
     expect(screen.queryByRole("alert")).toBeNull();
   });

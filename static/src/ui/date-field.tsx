@@ -52,7 +52,7 @@ export function DateField({ label, value, onChange }: DateFieldProps): ReactNode
     setTyped({ text: next, iso: isoOf(next) });
     onChange(isoOf(next));
   };
-  const problem = left && text !== "" && isoOf(text) === "" ? `Not a date: write ${FORMAT}.` : "";
+  const problem = left && text !== "" && isoOf(text) === "" ? `Not a date. Use the format ${FORMAT}.` : "";
   return (
     <div className="field">
       <label htmlFor={id}>{label}</label>

@@ -50,7 +50,7 @@ it("the safe answer to Delete has the focus, and sends nothing", async () => {
   const question = openDialog("Delete");
   const cancel = question.getByRole("button", { name: "Cancel" });
   expect(document.activeElement).toBe(cancel);
-  expect(question.getByText("No replica on this node uses it by this name.")).toBeTruthy();
+  expect(question.getByText("No replica on this node uses the backend under this name.")).toBeTruthy();
   fireEvent.click(cancel);
   expect(screen.queryByRole("alertdialog")).toBeNull();
   expect(posted.written).toEqual([]);

@@ -113,9 +113,9 @@ function ActionDialogs({ verb, node, name, action, onClose }: ActionDialogsProps
       <ul className="nd-effects">
         <Stops models={usersOf(node, name)} otherCount={node.models.length} />
         {verb === "upgrade" ? (
-          <li>It is installed again from its gallery.</li>
+          <li>The backend is installed again from its gallery.</li>
         ) : (
-          <li>Its files are removed from this node. The next load that needs it here installs it again.</li>
+          <li>The backend's files are removed from this node. The next load that needs the backend here installs it again.</li>
         )}
       </ul>
     </Confirm>
@@ -128,7 +128,7 @@ function Stops({ models, otherCount }: { models: readonly LiveModel[]; otherCoun
   return (
     <>
       {models.length === 0 ? (
-        <li>No replica on this node uses it by this name.</li>
+        <li>No replica on this node uses the backend under this name.</li>
       ) : (
         <li>
           {count(models.length, "replica")} with {count(requests, "request")} in flight {models.length === 1 ? "stops" : "stop"} immediately:
@@ -141,8 +141,8 @@ function Stops({ models, otherCount }: { models: readonly LiveModel[]; otherCoun
           </ul>
         </li>
       )}
-      {otherCount > models.length && <li>Replicas that use it by another name, such as an alias, stop too.</li>}
-      <li>The next request for such a model loads it again.</li>
+      {otherCount > models.length && <li>Replicas that use the backend under another name, such as an alias, stop too.</li>}
+      <li>The next request for one of their models loads the model again.</li>
     </>
   );
 }

@@ -146,7 +146,7 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
         <li>
           {replicas === 0 ? "No replicas running" : `${count(replicas, "replica")} with ${count(node.in_flight_count, "request")} in flight ${replicas === 1 ? "stops" : "stop"}; running requests have a minute to end.`}
         </li>
-        {operations > 0 && <li>{count(operations, "operation")} in progress on this node will wait for it.</li>}
+        {operations > 0 && <li>{count(operations, "operation")} in progress on this node will wait for the worker.</li>}
         <li>The node stays registered and is offline.</li>
       </>
     );

@@ -9,7 +9,7 @@ describe("a field that is edited in place (2.4)", () => {
   });
 
   it("keeps what cannot be saved, with the reason", () => {
-    expect(decide("0", "1", capProblem)).toEqual({ kind: "refuse", why: "A whole number from 1 to 10000." });
+    expect(decide("0", "1", capProblem)).toEqual({ kind: "refuse", why: "Enter a whole number from 1 to 10000." });
   });
 
   it("saves what is typed, without blanks around it", () => {

@@ -23,7 +23,7 @@ export function overtaken(opened: string, present: string): boolean {
 /** The problem with a replica cap. */
 export function capProblem(text: string): string {
   const value = Number(text);
-  if (!/^\d+$/.test(text) || value < 1 || value > LARGEST_CAP) return `A whole number from 1 to ${LARGEST_CAP}.`;
+  if (!/^\d+$/.test(text) || value < 1 || value > LARGEST_CAP) return `Enter a whole number from 1 to ${LARGEST_CAP}.`;
   return "";
 }
 
@@ -60,12 +60,12 @@ function amountOf(number: number, unit: string, total: number): number | null {
 /** The problem with a VRAM budget; an empty one means no cap. */
 export function budgetProblem(text: string): string {
   if (text.length > LONGEST_BUDGET) return `At most ${LONGEST_BUDGET} characters.`;
-  return ceiling(text, Number.MAX_SAFE_INTEGER) === null ? "A share such as 80% or a size such as 12GB or 12GiB." : "";
+  return ceiling(text, Number.MAX_SAFE_INTEGER) === null ? "Enter a percentage such as 80%, or a size such as 12GB or 12GiB." : "";
 }
 
 /** The problem with a disk quota; an empty one means no limit. */
 export function quotaProblem(text: string): string {
-  if (text.trim() !== "" && ceiling(text, Number.MAX_SAFE_INTEGER) === 0) return "At least one byte. Leave empty for no limit.";
+  if (text.trim() !== "" && ceiling(text, Number.MAX_SAFE_INTEGER) === 0) return "Enter at least one byte. Leave empty for no limit.";
   return budgetProblem(text);
 }
 

@@ -12,7 +12,7 @@ export const KINDS: Readonly<Record<EventKind, string>> = {
   deactivated: "Shut down",
   fell_silent: "Lost contact",
   heard_again: "Back online",
-  silence_held: "Kept while silent",
+  silence_held: "Kept by the mass-disruption hold",
   marked_unhealthy: "Marked unhealthy",
   marked_healthy: "Marked healthy",
   deregistered: "Deregistered",

@@ -96,7 +96,7 @@ function Editor(props: EditorProps): ReactNode {
   const { name, value, action } = props;
   const { text, change, submit, save, problem, failure, question, withdraw } = useEdit(props);
   const [opened] = useState(value);
-  const moved = overtaken(opened, value) ? `Changed meanwhile to ${value === "" ? "empty" : value}.` : "";
+  const moved = overtaken(opened, value) ? `Changed in the meantime to ${value === "" ? "empty" : value}.` : "";
   return (
     <>
       <EditForm {...props} text={text} problem={problem} busy={action.busy} moved={moved} onChange={change} onSubmit={submit} />

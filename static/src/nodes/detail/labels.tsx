@@ -34,7 +34,7 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
     ({ key: name }: Draft) => removeLabel(node.id, name),
     (_, label) => {
       setRemoved(label);
-      announce(`Label ${label.key} removed. It can be put back.`);
+      announce(`Label ${label.key} removed. You can undo this.`);
       goOnAt(key.current, list.current);
     },
   );
@@ -82,7 +82,7 @@ function UndoRemoval({ node, removed, onRestored }: UndoProps): ReactNode {
     node.id,
     ({ key, value }: Draft) => mergeLabels(node.id, { [key]: value }),
     (_, label) => {
-      announce(`Label ${label.key} is back.`);
+      announce(`Label ${label.key} restored.`);
       onRestored(label);
     },
   );
@@ -93,7 +93,7 @@ function UndoRemoval({ node, removed, onRestored }: UndoProps): ReactNode {
           <span className="muted anywhere">
             Removed <bdi>{written(removed.key, removed.value)}</bdi>.
           </span>
-          <Button small busy={restore.busy} aria-label={`Undo: put label ${written(removed.key, removed.value)} back`} onClick={() => restore.run(removed)}>
+          <Button small busy={restore.busy} aria-label={`Undo: restore label ${written(removed.key, removed.value)}`} onClick={() => restore.run(removed)}>
             Undo
           </Button>
         </p>

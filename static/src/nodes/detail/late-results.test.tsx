@@ -108,9 +108,9 @@ it("a label that was removed can be put back as it was (UI-4.18)", async () => {
   fireEvent.click(panel("Labels").getByRole("button", { name: "Remove label zone=west 1" }));
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   answer();
-  await expectAnnounced("It can be put back.");
+  await expectAnnounced("You can undo this.");
   show(store, node("n1", { labels: {} }));
-  fireEvent.click(await panel("Labels").findByRole("button", { name: "Undo: put label zone=west 1 back" }));
+  fireEvent.click(await panel("Labels").findByRole("button", { name: "Undo: restore label zone=west 1" }));
   await vi.waitFor(() => expect(vi.mocked(client.PATCH).mock.calls[0]?.[1]).toEqual(expect.objectContaining({ body: { zone: "west 1" } })));
   answer();
   await expectAnnounced("Label zone is back.");

@@ -157,7 +157,7 @@ describe("the replica cap (UI-4.4)", () => {
   it.each(["0", "1.5", "many"])("cannot be %s", async (value) => {
     await open(runs, "settings");
     save(value);
-    expect(panel("Capacity").getByRole("alert").textContent).toContain("A whole number from 1");
+    expect(panel("Capacity").getByRole("alert").textContent).toContain("Enter a whole number from 1");
     expect(written).toEqual([]);
   });
 });

@@ -103,7 +103,7 @@ function Shown({ node, detail, part }: { node: LiveNode; detail: UseQueryResult<
       <Head node={node} operations={active} onDanger={setDanger} />
       <DangerQuestions node={node} operations={active} dialog={danger} onOpenDialog={setDanger} />
       <Tabs
-        label={`Parts of ${node.name}`}
+        label={`Sections of ${node.name}`}
         current={addressOf(node, path)}
         tabs={parts.map(({ path: end, title, count }) => ({
           to: addressOf(node, end),

@@ -56,5 +56,5 @@ const COLUMNS: readonly Column<SlotRow>[] = [
   { key: "used", title: "Slots used", numeric: true, value: ({ used }) => used, cell: ({ used, most }) => `${used} of ${most}` },
   { key: "free", title: "Free", numeric: true, value: ({ free }) => free, cell: ({ free }) => free },
   { key: "loading", title: "Reserved by its load", numeric: true, value: ({ loading }) => loading, cell: ({ loading }) => (loading > 0 ? bytes(loading) : "–") },
-  { key: "estimated", title: "Estimated of replicas", numeric: true, value: ({ estimated }) => estimated, cell: ({ estimated }) => (estimated > 0 ? bytes(estimated) : "–") },
+  { key: "estimated", title: "Estimated for replicas", numeric: true, value: ({ estimated }) => estimated, cell: ({ estimated }) => (estimated > 0 ? bytes(estimated) : "–") },
 ];

@@ -105,10 +105,10 @@ function refusal(model: LiveModel): string {
 const REASONS: Partial<Record<NonNullable<LiveModel["reason"]>, string>> = {
   upgrade: "for an upgrade",
   evicted: "evicted by a load",
-  replaced: "its definition was edited",
-  lost: "it did not answer",
-  wrong_model: "its engine serves another model",
-  load_failed: "its load failed",
+  replaced: "the definition was edited",
+  lost: "the replica did not respond",
+  wrong_model: "the engine serves another model",
+  load_failed: "the load failed",
 };
 
 /** What a replica that does not serve waits for, and how long at most. */
@@ -118,7 +118,7 @@ export function EndingReplica({ model }: { model: LiveModel }): ReactNode {
   if (model.state !== "unloading") {
     return deadline === "" ? null : (
       <p className="nd-leaving muted">
-        Given up <Ago at={deadline} /> at the latest
+        Abandoned <Ago at={deadline} /> at the latest
       </p>
     );
   }

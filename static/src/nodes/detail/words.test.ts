@@ -62,10 +62,10 @@ describe("a drain (UW16)", () => {
       safe: false,
       text: "No replicas left; stopping engines",
     });
-    const stock = { ...drainRequest, engines_error: "its worker cannot tell what runs there" };
+    const stock = { ...drainRequest, engines_error: "the worker cannot report its running engines" };
     expect(drainLeft(node({ drain: stock }), 0)).toEqual({
       safe: false,
-      text: "No replicas left; stop not confirmed: its worker cannot tell what runs there",
+      text: "No replicas left; stop not confirmed: the worker cannot report its running engines",
     });
     expect(drainLeft(node({ drain: drainRequest, status: "offline" }), 0)?.text).toContain("stop not confirmed: the node is offline");
   });

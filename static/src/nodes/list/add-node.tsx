@@ -209,7 +209,7 @@ function Newcomer({ node }: { node: LiveNode }): ReactNode {
           </div>
         </>
       )}
-      <ul className="join-checks" aria-label={`What works on ${node.name}`}>
+      <ul className="join-checks" aria-label={`Checks of ${node.name}`}>
         {joining.checks(node).map((check) => (
           <li key={check.id}>
             <span className={`pill ${TONES[check.state]}`}>{WORDS[check.state]}</span>

@@ -21,7 +21,7 @@ it.each(["0", "", "1.5", "x", "1001"])("%s is no number of machines", (text) => 
 describe("what works on a machine that joins", () => {
   it("waits for the approval, and begins with commands after it", () => {
     expect(check("approved", "n", { status: "pending" }).state).toBe("waiting");
-    expect(check("bus", "n", { status: "pending" }).advice).toBe("Begins after the approval.");
+    expect(check("bus", "n", { status: "pending" }).advice).toBe("Starts after the approval.");
     expect(check("approved", "n").state).toBe("ok");
   });
 
@@ -38,7 +38,7 @@ describe("what works on a machine that joins", () => {
 
   it("an answer to a command says that the bus is reachable, a failed question why not", () => {
     expect(check("bus", "n").state).toBe("waiting");
-    expect(check("bus", "n", { inventory_error: "no answer" }).advice).toContain("no answer. Check that it reaches the message bus");
+    expect(check("bus", "n", { inventory_error: "no answer" }).advice).toContain("no answer. Check that the worker reaches the message bus");
     expect(check("bus", "n", { inventory_at: "2026-08-22T10:00:05Z", inventory_error: "no answer" }).state).toBe("ok");
     expect(isConnected(node("n", { inventory_at: "2026-08-22T10:00:05Z" }))).toBe(true);
     expect(isConnected(node("n", { inventory_at: "2026-08-22T10:00:05Z", status: "pending" }))).toBe(false);
@@ -48,7 +48,7 @@ describe("what works on a machine that joins", () => {
     const addresses = { address: "127.0.0.1:50051", source_address: "192.0.2.7" };
     expect(check("address", "n", addresses)).toMatchObject({ state: "failed" });
     expect(check("address", "n", { ...addresses, source_address: "127.0.0.1" }).state).toBe("waiting");
-    expect(check("address", "n", { source_address: "192.0.2.7" }).advice).toContain("calls from 192.0.2.7");
+    expect(check("address", "n", { source_address: "192.0.2.7" }).advice).toContain("connects from 192.0.2.7");
     expect(check("address", "n", { model_count: 1 }).state).toBe("ok");
     const port = { error: "its file port does not answer: connection refused", since: "2026-08-22T10:00:00Z", next_check_at: null };
     expect(check("address", "n", { file_port: port })).toMatchObject({ state: "failed" });

@@ -92,24 +92,24 @@ function heartbeatCheck(node: LiveNode): Check {
 function onBus(node: LiveNode, isApproved: boolean): Check {
   const base = { id: "bus", text: "Answers commands", advice: "" } as const;
   if (node.inventory_at !== null) return { ...base, state: "ok" };
-  if (!isApproved) return { ...base, state: "waiting", advice: "Begins after the approval." };
+  if (!isApproved) return { ...base, state: "waiting", advice: "Starts after the approval." };
   if (node.inventory_error === "") return { ...base, state: "waiting" };
-  return { ...base, state: "failed", advice: `${node.inventory_error}. Check that it reaches the message bus (NATS); its log says why not.` };
+  return { ...base, state: "failed", advice: `${node.inventory_error}. Check that the worker reaches the message bus (NATS). The worker's log has the reason.` };
 }
 
 function reachable(node: LiveNode): Check {
   const base = { id: "address", text: "Its address is reachable", advice: "" } as const;
   const host = node.address.replace(/:\d+$/, "");
   if (node.file_port !== null) {
-    return { ...base, state: "failed", advice: `${node.file_port.error}. Check its firewall, and what LOCALAI_ADVERTISE_HTTP_ADDR says there.` };
+    return { ...base, state: "failed", advice: `${node.file_port.error}. Check the machine's firewall, and LOCALAI_ADVERTISE_HTTP_ADDR on that machine.` };
   }
   if (node.model_count > 0) return { ...base, state: "ok" };
   if (isLoopback(host) && node.source_address !== "" && !isLoopback(node.source_address)) {
-    const advice = `It advertises ${node.address}, which only that machine can reach. Set LOCALAI_ADVERTISE_ADDR there.`;
+    const advice = `The worker advertises ${node.address}, which only its own machine can reach. Set LOCALAI_ADVERTISE_ADDR there.`;
     return { ...base, state: "failed", advice };
   }
   const odd = isAddress(host) && node.source_address !== "" && host !== node.source_address;
-  const note = odd ? ` It advertises ${host}, but calls from ${node.source_address}.` : "";
+  const note = odd ? ` The worker advertises ${host}, but connects from ${node.source_address}.` : "";
   return { ...base, state: "waiting", advice: `Checked when the first model is loaded there.${note}` };
 }
 

@@ -39,16 +39,16 @@ const TYPES = ["backend", "agent"];
 export const SYNTAX: readonly (readonly [string, string])[] = [
   ["a100 west", "both words in name, address, GPUs, labels or models"],
   ["offline", "a state by its name"],
-  ["status:offline", "nodes in this state; twice means either"],
+  ["status:offline", "nodes in this state; two such terms match either state"],
   ["gpu:h100", "GPU name or vendor; gpu:none without a GPU"],
-  ["model:llama", "has a replica of such a model"],
-  ["backend:vllm", "has such a backend"],
+  ["model:llama", "has a replica of a model whose name contains this"],
+  ["backend:vllm", "has a backend whose name contains this"],
   ["type:agent", "backend or agent"],
   ["name:n1  address:10.0", "in the name, in the address"],
   ["zone=west", "has this label"],
   ["zone=", "has any label of this key"],
-  ["-zone=west", "not; before any of these"],
-  ['zone="west 1"', "quotes keep blanks together"],
+  ["-zone=west", "excludes matches; can be put before any term"],
+  ['zone="west 1"', "quotes allow spaces in a value"],
 ];
 
 interface Token {

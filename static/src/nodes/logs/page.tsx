@@ -172,7 +172,7 @@ function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
         <Button refusal={shown.length === 0 ? "No lines to download" : ""} onClick={() => download(fileName(node, place.of, new Date()), asText(shown))}>
           Download
         </Button>
-        <Button refusal={state.lines.length === 0 ? "No messages to clear" : ""} onClick={clear}>
+        <Button refusal={state.lines.length === 0 ? "No lines to clear" : ""} onClick={clear}>
           Clear
         </Button>
         <Checkbox label="Follow" on={isFollowing} onChange={setFollows} />

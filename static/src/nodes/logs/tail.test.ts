@@ -83,8 +83,8 @@ describe("a log that is followed (UI-5.1)", () => {
 describe("a log that is lost (UI-5.6)", () => {
   it("comes back after three seconds, without doubles", () => {
     last().receive({ type: "initial", lines: [line("a")] });
-    last().ends(1011, "node gpu-a: its worker has ended the stream");
-    expect([tail.read().connection, tail.read().problem?.message]).toEqual(["lost", "node gpu-a: its worker has ended the stream"]);
+    last().ends(1011, "node gpu-a: the worker has ended the stream");
+    expect([tail.read().connection, tail.read().problem?.message]).toEqual(["lost", "node gpu-a: the worker has ended the stream"]);
     vi.advanceTimersByTime(3_000);
     expect(FakeSocket.created.length).toBe(2);
     last().receive({ type: "initial", lines: [line("a"), line("b")] });

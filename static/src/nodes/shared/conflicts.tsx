@@ -49,7 +49,7 @@ export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
   },
   address: {
     happened:
-      "A worker that has only the shared token claims this node from another address. Accept it if the machine's address changed: whoever is there gets the node's commands, its requests and the shared token.",
+      "A worker that has only the shared token claims this node from another address. Accept it if the machine's address changed: the worker at the new address receives the node's commands, its requests and the shared token.",
     accept: ACCEPT_CONSEQUENCES.address,
     refuse: STAYS,
     instead: "",

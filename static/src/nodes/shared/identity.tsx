@@ -9,7 +9,7 @@ import { LabelChips } from "./names";
 import "./shared.css";
 
 export const RISK =
-  "Anyone who holds this worker's secret receives your models and prompts. " +
+  "Anyone who has this worker's secret receives your models and prompts. " +
   "Compare the fingerprint with the one in the worker's log.";
 
 export const WEAK_RISK =

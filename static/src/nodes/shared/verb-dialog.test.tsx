@@ -83,7 +83,7 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
     onAll.mockResolvedValue({ jobID: "job", statusUrl: "", message: "" });
     show(<DrainDialog nodes={[node("n1"), node("n2"), node("n3")]} onClose={vi.fn()} />);
     press("Drain 3 nodes");
-    expect((await screen.findByRole("alert")).textContent).toContain("Nothing has started: 1 node cannot take it.");
+    expect((await screen.findByRole("alert")).textContent).toContain("Nothing has started: the action is not possible for 1 node.");
     expect(screen.getByRole("region", { name: "Skipped" }).textContent).toContain("n2the node is pending");
     press("Drain 2 nodes");
     await screen.findByRole("button", { name: "Continue in background" });

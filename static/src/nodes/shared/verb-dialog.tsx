@@ -98,7 +98,7 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
 }
 
 function refusedText(nodes: number): string {
-  return `Nothing has started: ${count(nodes, "node")} cannot take it.`;
+  return `Nothing has started: the action is not possible for ${count(nodes, "node")}.`;
 }
 
 /** True if the dialog is still there: an answer that comes later must not close the next one. */
@@ -145,7 +145,7 @@ function Question(props: QuestionProps): ReactNode {
   };
   return (
     <form className="stack" onSubmit={submit}>
-      {refusedCount > 0 && <p className="problem" role="alert">{refusedText(refusedCount)} Go on with the others?</p>}
+      {refusedCount > 0 && <p className="problem" role="alert">{refusedText(refusedCount)} Continue with the others?</p>}
       {(nodes.length > 1 || details !== undefined) && <Names nodes={fit.map((node) => [node, details?.(node)])} />}
       {skipped.length > 0 && (
         <section className="stack" aria-label="Skipped">

@@ -114,7 +114,7 @@ const REFUSALS: Readonly<Record<Verb, Refusal>> = {
   },
   stop: (node) => {
     if (node.node_type === "agent") return "an agent is stopped on its machine";
-    if (node.status === "pending") return "pending: not on the bus";
+    if (node.status === "pending") return "pending: not connected to the message bus";
     return node.status === "offline" ? "already offline" : "";
   },
   label: () => "",
