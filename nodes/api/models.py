@@ -14,6 +14,7 @@ from asgiref.sync import async_to_sync
 from django.db import connection
 from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
+from rest_framework.fields import empty
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -225,9 +226,10 @@ class ModelName(Text):
     def __init__(self, **options: Any) -> None:
         super().__init__(max_length=MAX_MODEL_LENGTH, **options)
 
-    def run_validators(self, value: str) -> None:
-        super().run_validators(value)
-        check_model_name(value)
+    def run_validation(self, data: Any = empty) -> str | None:
+        """Return the name, None if it is absent. DRF runs no validators for a blank text."""
+        name = super().run_validation(data)
+        return None if name is None else check_model_name(name)
 
 
 class UnloadModelSerializer(NullIsAbsent):

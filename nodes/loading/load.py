@@ -107,8 +107,7 @@ class LoadModel:
             and await in_thread(fleet_queries.loaded_revision, replaced) == definition.revision
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
-        wanted = await load_placement.read_needs(self._definitions, definition)
-        attempt = await load_placement.reserve_slot(self._bus, work, wanted)
+        attempt = await self._place(work, definition)
         try:
             address, options, without = await first_result(_wait_until_slot_lost(attempt), self._run(attempt))
             # After the watch of the slot: the attempt does not own a published row any more.
@@ -123,6 +122,10 @@ class LoadModel:
         self._learning.add(learning)
         learning.add_done_callback(self._learning.discard)
         return result
+
+    async def _place(self, work: Work, definition: Definition) -> Attempt:
+        wanted = await load_placement.read_needs(self._definitions, definition)
+        return await load_placement.reserve_slot(self._bus, work, wanted)
 
     async def _run(self, attempt: Attempt) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
         """Load the model; return the engine's address, its options, and result fields on missing files."""

@@ -260,7 +260,7 @@ def _wake_operation(parts: Parts, payload: str) -> None:
     operation, _, status = payload.partition(" ")
     parts.wake_ups.notify(operation)
     if status == Status.PROCESSING:
-        return  # its progress: nothing is due, and there are hundreds a second
+        return  # it was claimed or has progressed, which makes nothing due
     for executor in parts.executors.values():
         executor.wake(cancelled=status == Status.CANCELLED)
 
