@@ -305,7 +305,7 @@ class ControlPlane:
         return content
 
     async def _read_body(self, response: httpx.Response) -> bytes:
-        body = await untrusted.read_at_most(response.aiter_bytes(), ANSWER_LIMIT)
+        body = await untrusted.read_at_most(response.aiter_bytes(), MAX_RESPONSE_BYTES)
         if len(body) > MAX_RESPONSE_BYTES:
             raise CallFailed(f"{self.base_url} answers with more than {MAX_RESPONSE_BYTES} bytes")
         return body

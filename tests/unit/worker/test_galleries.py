@@ -61,7 +61,7 @@ def test_installs_side_by_side_never_read_half_of_a_copy(tmp_path: Path) -> None
 
     with ThreadPoolExecutor() as pool:
         reading = pool.submit(read)
-        for writing in [pool.submit(work._keep, WEB, text) for _ in range(200)]:
+        for writing in [pool.submit(work._store_copy, WEB, text) for _ in range(200)]:
             writing.result()
         is_done.set()
         reading.result()
