@@ -113,7 +113,7 @@ it("a label that was removed can be put back as it was (UI-4.18)", async () => {
   fireEvent.click(await panel("Labels").findByRole("button", { name: "Undo: restore label zone=west 1" }));
   await vi.waitFor(() => expect(vi.mocked(client.PATCH).mock.calls[0]?.[1]).toEqual(expect.objectContaining({ body: { zone: "west 1" } })));
   answer();
-  await expectAnnounced("Label zone is back.");
+  await expectAnnounced("Label zone restored.");
 });
 
 it("a VRAM budget is offered only where there is VRAM, or where one is set (UI-4.18)", async () => {

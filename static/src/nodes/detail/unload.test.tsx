@@ -60,8 +60,8 @@ it.each([
 });
 
 it.each([
-  [{ state: "loading", phase: "starting", deadline: LATER }, /Given up in .* at the latest/],
-  [{ state: "staging", phase: "staging", deadline: LATER }, /Given up in .* at the latest/],
+  [{ state: "loading", phase: "starting", deadline: LATER }, /Abandoned in .* at the latest/],
+  [{ state: "staging", phase: "staging", deadline: LATER }, /Abandoned in .* at the latest/],
   [{ state: "unloading", phase: "stopping", deadline: LATER, reason: "load_failed" }, /Stopping, the load failed, overdue in /],
 ] as const)("every phase but serving shows its deadline: %o", async (more, said) => {
   await open(model("tiny", 0, more));
