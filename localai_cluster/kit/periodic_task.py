@@ -57,9 +57,9 @@ class PeriodicTask:
             await asyncio.sleep(self._gather)
         while not self._stopping:
             self._woken.clear()
-            await self._wait_for_wake_up(await self._run_step())
+            await self._wait_for_wake_up(await self._try_step())
 
-    async def _run_step(self) -> float | None:
+    async def _try_step(self) -> float | None:
         try:
             pause = await self._step()
         except self._retry_on as error:

@@ -78,7 +78,7 @@ VALUES (%(id)s, %(owner)s, %(previous)s, %(now)s, %(now)s, %(size)s, %(input)s, 
 _RENEW_SQL = """
 UPDATE stored_responses SET used_at = %(now)s WHERE id IN (
     SELECT id FROM stored_responses
-    WHERE id = ANY(%(used)s) AND owner = %(owner)s AND used_at < %(renewed)s
+    WHERE id = ANY(%(used_ids)s) AND owner = %(owner)s AND used_at < %(renewed)s
     ORDER BY id FOR UPDATE SKIP LOCKED
 )
 """

@@ -188,10 +188,10 @@ def test_a_failed_canary_asks_whether_to_go_on(
     assert reply.status_code == 200, reply.text
     waves = page.get_by_role("region", name="Waves of batch")
     expect(waves).to_contain_text("Wave 1 of 3, the canary")
-    expect(waves).to_contain_text("Wave 1 of 3 failed: 2 nodes wait for your choice.")
+    expect(waves).to_contain_text("Wave 1 of 3 failed: 2 nodes wait for your decision.")
     waves.get_by_role("button", name="Continue upgrading batch…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Continue").click()
-    expect(waves).to_contain_text("Wave 2 of 3 failed: 1 node waits for your choice.")
+    expect(waves).to_contain_text("Wave 2 of 3 failed: 1 node waits for your decision.")
     waves.get_by_role("button", name="Stop upgrading batch…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Stop").click()
     expect(page.get_by_role("alertdialog")).to_have_count(0)

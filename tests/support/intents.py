@@ -32,7 +32,7 @@ _COMMANDS = {
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the pauses between requests to a worker."""
-    for pause in ("PING_EVERY", "_RETRY_PAUSE", "BUS_WAIT"):
+    for pause in ("PING_EVERY", "_RETRY_PAUSE_SECONDS", "BUS_WAIT"):
         monkeypatch.setattr(commands, pause, 0.0)
     monkeypatch.setattr(intent_queue, "PROOF_POLL_SECONDS", 0.0)
 

@@ -68,7 +68,7 @@ class Stage:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
-    for name in ("PING_EVERY", "_RETRY_PAUSE", "BUS_WAIT"):
+    for name in ("PING_EVERY", "_RETRY_PAUSE_SECONDS", "BUS_WAIT"):
         monkeypatch.setattr(commands, name, 0.0)
     monkeypatch.setattr(node_stop, "POLL_SECONDS", 0.01)
     return Stage()

@@ -416,7 +416,7 @@ async def test_a_pointer_is_not_the_file(source: Source, fetcher: Fetcher) -> No
 async def test_a_slow_source_is_asked_again(
     source: Source, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloader, "STALL_LIMIT", 0.2)
+    monkeypatch.setattr(downloader, "STALL_TIMEOUT", 0.2)
     source.pause_at = 3 * PIECE
     attempt = asyncio.create_task(fetcher.fetch(len(DATA), sha256_of(DATA), connections=1))
     await until(lambda: len(source.sent_to("/m.gguf")) > 1)

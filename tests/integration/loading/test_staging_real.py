@@ -139,7 +139,7 @@ async def test_a_refusal_before_a_large_body_is_read_is_heard(
 ) -> None:
     """The worker cuts the connection over what it does not read; its words are there by then."""
     monkeypatch.setattr(exchange, "LINGER_SECONDS", 0.05)
-    monkeypatch.setattr(disk, "HEADROOM", 2**60)
+    monkeypatch.setattr(disk, "HEADROOM_BYTES", 2**60)
     os.truncate(folder / "größe" / "a.gguf", 400_000_000)
     with worker_http.worker() as worker, pytest.raises(FileRefused, match="not enough disk space"):
         await send(folder, worker.address)
