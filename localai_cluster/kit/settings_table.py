@@ -108,7 +108,7 @@ class SharedSettings(env.Table):
         return files.client(clock.now()) if files else None
 
     def problems(self) -> Iterator[Problem]:
-        """Return the problems of the files."""
+        """Return the problems of the TLS files for the bus."""
         return _tls_problems("LOCALAI_NATS_TLS", lambda: self.nats_tls)
 
 

@@ -250,7 +250,7 @@ class RunningRequest:
 class RunningModel:
     """One running engine process; `address` is local to the worker (`127.0.0.1:<port>`).
 
-    Extensions: `ram` and `vram` are the bytes of the measured process and its descendants.
+    `ram` and `vram` extend the reference's message: bytes that the engine's process and its descendants take.
     """
 
     model_id: str = ""

@@ -40,7 +40,7 @@ OPEN_FILE_TIMEOUT = 120.0
 """Maximum seconds until the headers of a file have arrived (worker.md §18.6)."""
 MAX_RETRY_AFTER_SECONDS = 30.0
 DOWNGRADE_RECHECK_SECONDS = 60.0
-"""Seconds between two checks whether a server identifies nodes by their secrets again."""
+"""Seconds between two checks whether a server that was downgraded supports node secrets again."""
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"

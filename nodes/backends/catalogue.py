@@ -266,7 +266,7 @@ reader = Reader()
 
 
 def combine(readings: Sequence[GalleryReading], *, now: datetime) -> Offer:
-    """Return the offer; for a gallery that cannot be read, use the entries of its last good copy.
+    """Return the backends that the galleries offer. For an unreadable gallery, use its last good copy.
 
     Store copies of the galleries that were read.
     """

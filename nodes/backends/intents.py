@@ -457,7 +457,7 @@ def _dead_letter(row: PendingBackendOp, error: str) -> Ended:
 
 
 def delete_cancelled(notes: Mapping[Attempt, str], *, now: datetime) -> None:
-    """Delete cancelled intents after their workers got the stop; write the result to their targets."""
+    """Delete cancelled intents whose workers got the stop; store the notes as the targets' reasons."""
     with committed("intents.called_off"):
         rows = _lock_owned_rows(notes)
         PendingBackendOp.objects.filter(pk__in=rows).delete()

@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """The header of a model's file: its tensors, and its figures by key (without the architecture).
+    """The header of a model's file: its tensors, and its metadata by key without the architecture's prefix.
 
     Compared by identity, because it is large.
     """

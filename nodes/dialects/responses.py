@@ -48,7 +48,7 @@ from nodes.gateway.generation import (
 )
 
 _CLIENT_FIELD_NAMES = {"messages": "input", "response_format": "text", "logprobs": "include"}
-"""Names of fields in Responses, by the names of the equal fields in OpenAI's chat."""
+"""Field names of the Responses API by the name of the field with the same meaning in the chat API."""
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 """Value of `include` that requests log probabilities."""
 

@@ -24,7 +24,7 @@ from nodes.sources.probing import probe_file
 _CONFIGURATION_SUFFIXES = (".json", ".jinja", ".txt", ".yaml", ".yml")
 """Suffixes of files that are always fetched; a configuration determines the memory of a safetensors model."""
 _OPTIONS_WITH_HEADER = ("Model", "DraftModel")
-"""Options whose files' headers are used by placement."""
+"""Options of a definition that name a file whose header placement reads."""
 
 
 @dataclass(frozen=True)

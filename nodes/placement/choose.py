@@ -240,7 +240,7 @@ class Rank(NamedTuple):
     shared: bool
     """True if a model of the same concurrency group is loaded on the node."""
     lacks_memory: bool
-    """False if the need is known and the node has the memory for it."""
+    """True if the node lacks memory for the load, or the load's need is unknown."""
     gpus: int
     """Number of GPUs that the replica would use; nodes where it uses one GPU come first."""
     busy: bool

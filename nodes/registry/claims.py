@@ -311,7 +311,7 @@ def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetim
 
 
 def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
-    """Revoke the node's secret for every name; the node becomes pending and has no identity."""
+    """Revoke the node's secret, under whatever name a worker presents it. The node becomes pending."""
     with node_change(node_id, now) as change:
         change.apply(Event.REVOKED, actor, reason=reason)
         _store_revocation(change, actor)

@@ -32,7 +32,7 @@ times."""
 
 
 def pressure_by_model(models: Collection[str], now: datetime) -> dict[str, int]:
-    """Return the number of requests that count as pressure, by model without zeros (R3.19); two queries."""
+    """Return how many requests count as pressure (R3.19), for each model that has any. Two queries."""
     reports = PrefixPressure.objects.filter(
         model_name__in=models, reported_at__gte=now - PRESSURE_WINDOW - MAX_CLOCK_LEAD
     )

@@ -58,7 +58,7 @@ class RepositoryFile:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a model, with all files that it needs; the definition names the file `main`."""
+    """One way to run a model, with all files that it needs. `main` is the file that the definition names."""
 
     id: str
     format: str
