@@ -142,7 +142,7 @@ class BackendClient:
     def _whole(
         self, method: str, parse: Callable[[bytes], Response], options: PredictOptions, timeout: float | None
     ) -> Any:
-        """Start a call that has one reply, by grpcio or by our own client; return its awaitable reply."""
+        """Return a call that has one reply, by grpcio or by our own client. Await it for the reply."""
         if self._streams is not None:
             return self._streams.whole(method, parse, options.SerializeToString(), timeout)
         return getattr(self._stub, method)(options, timeout=timeout, metadata=self._metadata)

@@ -281,7 +281,7 @@ class StreamChannel:
     def whole(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
     ) -> WholeCall[Response]:
-        """Start a call of `method` that has one reply; return an awaitable of the reply."""
+        """Return a call of `method` that has one reply. It starts when awaited, and returns the reply."""
         return WholeCall(self, method, parse, request, timeout)
 
     def submit(self, call: StreamCall[Any]) -> None:

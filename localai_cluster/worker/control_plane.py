@@ -6,7 +6,7 @@ authenticates with the shared token. Every call carries the id of its process. R
 secret never follows one.
 
 A worker whose secret a server has accepted does not fall back to the shared token at the same address unless
-the operator allows it: whoever answers there now might only have the token, which all machines have.
+the operator allows it, because another server at that address may know only the token that all workers share.
 
 When the control plane requests a new secret it responds 401 with `"rotate": true`. The worker then replaces
 the secret and repeats the call. If the secret is refused during a rotation, the worker tries the new one: the

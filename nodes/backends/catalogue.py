@@ -367,10 +367,7 @@ def parents(builds: Sequence[GalleryEntry]) -> dict[str, str]:
 def _active_operation(
     build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]
 ) -> ActiveOperation | None:
-    """Return the active operation on the build.
-
-    An operation without a gallery may concern the build of any gallery.
-    """
+    """Return the active operation on the build. One without a gallery may concern builds of any gallery."""
     name = folded(build.name)
     return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
 

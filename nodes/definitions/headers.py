@@ -1,8 +1,8 @@
 """The header of a model's file: the figures and tensors that determine the model's memory.
 
 `nodes/placement/fit.py` estimates the memory from the header. The reader of the package `gguf` is not used:
-it maps the whole file and builds an array for every value and tensor, so a header costs seconds; it trusts
-the file's contents; and it needs requests and tqdm. The reader of this module allocates no memory whose size
+it takes seconds for a header, because it creates an array for each value and tensor. It also trusts the
+contents of the file, and needs requests and tqdm. The reader of this module allocates no memory whose size
 the file determines, and rejects a header after a bounded number of steps.
 """
 

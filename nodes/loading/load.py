@@ -124,6 +124,7 @@ class LoadModel:
         return result
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
+        """Reserve a slot for the definition's model. Tests override this method."""
         wanted = await load_placement.read_needs(self._definitions, definition)
         return await load_placement.reserve_slot(self._bus, work, wanted)
 

@@ -34,7 +34,7 @@ _PREFERRED_QUANTIZATIONS = (
     ),
     *("Q5_K_S", "Q6_K", "Q4_1", "Q5_0", "Q8_0", "Q3_K_L", "Q3_K_M", "IQ3_M", "F16", "FP16", "BF16"),
 )
-"""Quantizations in the order of preference; the first that fits is recommended."""
+"""Quantizations in order of preference. The first one that fits is recommended."""
 _PREFERRED_PROJECTOR_TYPES = ("F16", "FP16", "BF16", "Q8_0", "F32", "FP32")
 _COMPANION_FILE_PATTERN = re.compile(
     r"(?:.*\.safetensors\.index\.json|(?:.+_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json"

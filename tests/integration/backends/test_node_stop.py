@@ -212,7 +212,7 @@ def test_rest_answers_with_the_operation_and_a_second_request_joins_it() -> None
 
 
 def test_the_command_line_asks_before_it_stops_a_worker() -> None:
-    """Without a terminal there is nobody to ask."""
+    """Without a terminal, the command requires `--yes`."""
     node = hot.node("one")
     assert "give --yes to stop the worker of one without a question" in refused("nodes", "stop", "one")
     assert not Operation.objects.exists()

@@ -266,7 +266,7 @@ def length_of(range_header: str) -> int:
 
 
 def is_free(models: Path) -> bool:
-    """Return True if nobody writes the file."""
+    """Return True if no download writes the file."""
     try:
         partial = PartialFile.open(models, PATH)
     except BeingDownloaded:
