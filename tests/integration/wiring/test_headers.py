@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from asgiref.sync import SyncToAsync
 from drf_spectacular.generators import SchemaGenerator
 
 from localai_cluster.asgi import application
@@ -75,3 +76,26 @@ def test_no_answer_is_kept_or_guessed() -> None:
         return wrong
 
     assert asyncio.run(scenario()) == []
+
+
+THREAD_CALLS = 3
+"""Of a request to Django: its start, its middleware and view together, and its end."""
+
+
+def test_the_middleware_and_the_view_run_in_one_call_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each more costs as much as the middleware itself."""
+    calls: list[str] = []
+    call = SyncToAsync.__call__
+
+    async def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(repr(self.func))
+        return await call(self, *args, **kwargs)
+
+    async def scenario() -> None:
+        async with hot.serving():
+            await answers("/api/branding", "GET", API_KEY)
+            monkeypatch.setattr(SyncToAsync, "__call__", counted)
+            await answers("/api/branding", "GET", API_KEY)
+
+    asyncio.run(scenario())
+    assert len(calls) <= THREAD_CALLS, calls

@@ -9,11 +9,13 @@ import inspect
 from typing import Any
 
 import pytest
+from django.core.handlers.asgi import ASGIHandler
 from nats.aio.client import Client
 from uvicorn import Server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from localai_cluster.asgi import OneThreadHandler
 from localai_cluster.kit.connections import BoundedHead, WatchingSocket
 from localai_cluster.management.commands.serve import OrderedServer
 from localai_cluster.messaging import link
@@ -23,12 +25,14 @@ OVERRIDES: tuple[tuple[type, type], ...] = (
     (WatchingSocket, WebSocketsSansIOProtocol),
     (OrderedServer, Server),
     (link._Client, Client),
+    (OneThreadHandler, ASGIHandler),
 )
 CALLED: tuple[tuple[type, str], ...] = (
     (Client, "_send_command"),
     (Client, "_flush_pending"),
     (HttpToolsProtocol, "send_400_response"),
     (HttpToolsProtocol, "shutdown"),
+    (ASGIHandler, "get_response"),
 )
 FINGERPRINTS: dict[str, str] = {
     "HttpToolsProtocol.connection_made": "6efb565ff3d36b91",
@@ -54,6 +58,9 @@ FINGERPRINTS: dict[str, str] = {
     "Client._flush_pending": "317c8d7ef54b90b7",
     "HttpToolsProtocol.send_400_response": "ae5a4a3782b646fd",
     "HttpToolsProtocol.shutdown": "d7351fa33f00d430",
+    "ASGIHandler.load_middleware": "a1fb7ee5f8586195",
+    "ASGIHandler.get_response_async": "ad82c920df0cebbb",
+    "ASGIHandler.get_response": "3d6a79b124c2cccb",
 }
 
 
