@@ -173,7 +173,7 @@ def wave(day: Day) -> None:
     expect(waves).to_contain_text(re.compile("Wave [2-5] of"), timeout=120_000)
     time.sleep(2)
     day.picture("wave")
-    page.get_by_role("button", name=re.compile("^Cancel: Upgrading backend striped")).click()
+    page.get_by_role("button", name=re.compile("^Cancel now: Upgrading backend striped")).click()
     page.get_by_role("alertdialog").get_by_role("button", name="Cancel operation").click()
     ended = page.get_by_role("region", name="Recently finished")
     expect(ended).to_contain_text("had already finished")

@@ -189,10 +189,16 @@ def test_a_failed_canary_asks_whether_to_go_on(
     waves = page.get_by_role("region", name="Waves of batch")
     expect(waves).to_contain_text("Wave 1 of 3, the canary")
     expect(waves).to_contain_text("Wave 1 of 3 failed: 2 nodes wait for your decision.")
-    waves.get_by_role("button", name="Continue upgrading batch…").click()
+    # The actions are in one row, and their texts say how they differ.
+    texts = ["Continue with the next wave…", "Stop after this wave…", "Cancel now…"]
+    proceed = page.get_by_role("button", name="Continue with the next wave: batch…")
+    buttons = proceed.locator("xpath=..").get_by_role("button")
+    expect(buttons).to_have_text(texts)
+    assert len(set(buttons.evaluate_all("all => all.map((each) => each.offsetTop)"))) == 1
+    proceed.click()
     page.get_by_role("alertdialog").get_by_role("button", name="Continue").click()
     expect(waves).to_contain_text("Wave 2 of 3 failed: 1 node waits for your decision.")
-    waves.get_by_role("button", name="Stop upgrading batch…").click()
+    page.get_by_role("button", name="Stop after this wave: batch…").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Stop").click()
     expect(page.get_by_role("alertdialog")).to_have_count(0)
     expect(waves).to_have_count(0)

@@ -27,10 +27,12 @@ export function CancelButton({ operations }: { operations: readonly Operation[] 
   const [first] = operations;
   if (first === undefined) return null;
   const alone = operations.length === 1;
+  // Beside the choice to stop after a wave.
+  const verb = first.waves === undefined ? "Cancel" : "Cancel now";
   return (
     <>
-      <Button small refusal={open ? "" : cancelRefusal(operations)} {...(alone ? { "aria-label": `Cancel: ${phrase(first, stateOf(first))} ${first.name} ${placeOf(first)}` } : {})} onClick={() => setOpen(true)}>
-        {alone ? "Cancel…" : `Cancel all (${operations.length})…`}
+      <Button small refusal={open ? "" : cancelRefusal(operations)} {...(alone ? { "aria-label": `${verb}: ${phrase(first, stateOf(first))} ${first.name} ${placeOf(first)}` } : {})} onClick={() => setOpen(true)}>
+        {alone ? `${verb}…` : `Cancel all (${operations.length})…`}
       </Button>
       {open && <CancelQuestion operations={operations} first={first} onClose={() => setOpen(false)} />}
     </>

@@ -16,7 +16,7 @@ import type { Pace } from "./pace";
 import { NodeLink, Targets } from "./targets";
 import { progressTimes } from "./silence";
 import { hasBar, headline, hasNextCheck, numbers, subjectOf, where } from "./summary";
-import { Waves } from "./waves-panel";
+import { WaveActions, Waves } from "./waves-panel";
 import { pageOf, rests, type State } from "./words";
 
 interface ProgressCardProps {
@@ -39,6 +39,7 @@ export const ProgressCard = memo(function ProgressCard({ operation, pace, linked
       <Now work={work} operation={operation} pace={pace} />
       <Waves operation={operation} />
       <div className="row wrap">
+        <WaveActions operation={operation} />
         <CancelButton operations={[operation]} />
         {targets.length === 1 && targets[0]?.status === "retrying" && <TargetRetry target={targets[0]} name={work.name} />}
       </div>

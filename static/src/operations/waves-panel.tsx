@@ -14,7 +14,25 @@ import { doing, ENDED, ownState } from "./words";
 
 const NAMED = 5;
 
+/** Which wave is open, and what the others wait for; nothing unless it goes in waves. */
 export function Waves({ operation }: { operation: Operation }): ReactNode {
+  const now = waveProgress(operation);
+  if (now === null) return null;
+  return (
+    <section aria-label={`Waves of ${operation.name}`}>
+      <p>
+        <strong>
+          Wave {now.number} of {now.count}
+          {now.isCanary && ", the canary"}
+        </strong>
+        : <bdi>{names(now)}</bdi>. <span className={now.state === "asks" ? "waits" : "muted"}>{waitOf(now)}</span>
+      </p>
+    </section>
+  );
+}
+
+/** The choices about the next waves, for the row of a card's actions; nothing unless it goes in waves. */
+export function WaveActions({ operation }: { operation: Operation }): ReactNode {
   const nodes = useLive((state) => state.nodes);
   const [choice, setChoice] = useState<"continue" | "stop" | null>(null);
   const now = waveProgress(operation);
@@ -24,33 +42,24 @@ export function Waves({ operation }: { operation: Operation }): ReactNode {
   const resting = now.open.filter((target) => ["waiting", "retrying"].includes(ownState(target)));
   const models = lastReplicas(operation, asks ? now.later : resting, nodes);
   return (
-    <section className="stack" aria-label={`Waves of ${operation.name}`}>
-      <p>
-        <strong>
-          Wave {now.number} of {now.count}
-          {now.isCanary && ", the canary"}
-        </strong>
-        : <bdi>{names(now)}</bdi>. <span className={asks ? "waits" : "muted"}>{waitOf(now)}</span>
-      </p>
-      <div className="row wrap">
-        {asks && (
-          <Button small kind="primary" aria-label={`Continue ${doing(operation)} ${operation.name}…`} onClick={() => setChoice("continue")}>
-            Continue…
-          </Button>
-        )}
-        {!asks && models.length > 0 && (
-          <Button small aria-label={`Confirm last replicas: ${operation.name}…`} onClick={() => setChoice("continue")}>
-            Confirm last replicas…
-          </Button>
-        )}
-        {now.state !== "stopped" && now.later.length > 0 && (
-          <Button small aria-label={`Stop ${doing(operation)} ${operation.name}…`} onClick={() => setChoice("stop")}>
-            Stop…
-          </Button>
-        )}
-      </div>
+    <>
+      {asks && (
+        <Button small kind="primary" aria-label={`Continue with the next wave: ${operation.name}…`} onClick={() => setChoice("continue")}>
+          Continue with the next wave…
+        </Button>
+      )}
+      {!asks && models.length > 0 && (
+        <Button small aria-label={`Confirm last replicas: ${operation.name}…`} onClick={() => setChoice("continue")}>
+          Confirm last replicas…
+        </Button>
+      )}
+      {now.state !== "stopped" && now.later.length > 0 && (
+        <Button small aria-label={`Stop after this wave: ${operation.name}…`} onClick={() => setChoice("stop")}>
+          Stop after this wave…
+        </Button>
+      )}
       {choice !== null && <Question operation={operation} now={now} choice={choice} models={choice === "continue" ? models : []} onClose={() => setChoice(null)} />}
-    </section>
+    </>
   );
 }
 
@@ -79,7 +88,7 @@ function Question({ operation, now, choice, models, onClose }: QuestionProps): R
   const stops = choice === "stop";
   const running = now.open.some((target) => !ENDED.has(ownState(target)));
   return (
-    <Confirm open onClose={onClose} title={`${stops ? "Stop" : "Continue"} ${doing(operation)} ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.busy} error={control.error} onConfirm={() => control.run()}>
+    <Confirm open onClose={onClose} title={`${stops ? "Stop" : "Continue"} ${doing(operation)} ${operation.name}${stops ? " after this wave" : ""}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={control.busy} error={control.error} onConfirm={() => control.run()}>
       {stops ? (
         <p>
           {count(now.later.length, "node")} not started: no command is sent. {running && `Wave ${now.number} runs to its end. `}Finished nodes stay as they are.
