@@ -209,7 +209,7 @@ def charts(page: Page, fleet: Fleet) -> list[Measured]:
     for _ in range(TURNS):
         page.goto(f"{fleet.webs[0].url}/app/nodes/{node}")
         # Nothing is planted for the last hour.
-        expect(page.get_by_text("No figures in this period.")).to_be_visible()
+        expect(page.get_by_text("no figures in this period.")).to_be_visible()
         milliseconds, drawings = page.evaluate(_WEEK)
         took.append(float(milliseconds))
     took.sort()

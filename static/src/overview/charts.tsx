@@ -38,7 +38,13 @@ interface ChartsProps {
 
 export function Charts({ model = "", hasGpus = true }: ChartsProps): ReactNode {
   const expected = CHARTS.filter(({ of }) => of === undefined || (model === "" && (of === "nodes" || hasGpus)));
-  return <OverTime scope={model === "" ? "cluster" : "model"} name={model} draw={draw} expected={expected.map(({ title }) => ({ title, labels: [""] }))} />;
+  return <OverTime scope={model === "" ? "cluster" : "model"} name={model} draw={draw} explain={explain} expected={expected.map(({ title }) => ({ title, labels: [""] }))} />;
+}
+
+/** The reason why these charts have no values. The time to the first token has none in a period without tokens. */
+export function explain(titles: readonly string[], figures: Figures): string {
+  if (isKnown(valuesOf(figures, "requests"))) return `${titles.join(", ")}: no request returned a token in this period.`;
+  return `${titles.join(", ")}: the server has kept no figures of this period.`;
 }
 
 function draw(figures: Figures): Drawing[] {

@@ -29,11 +29,13 @@ interface OverTimeProps {
   name: string;
   /** The charts. Must stay the same function while its result would. */
   draw: (figures: Figures) => readonly Drawing[];
+  /** The reason why these charts have no values in the period that ends at this time, in seconds since 1970. */
+  explain: (titles: readonly string[], figures: Figures, end: number) => string;
   /** The charts whose places are kept until the figures are there, so that nothing moves then. */
   expected: readonly ExpectedChart[];
 }
 
-export function OverTime({ scope, name: subject, draw, expected }: OverTimeProps): ReactNode {
+export function OverTime({ scope, name: subject, draw, explain, expected }: OverTimeProps): ReactNode {
   const [name, setName] = useInAddress(readRange, writeRange);
   const [zoom, setZoom] = useState<Range | null>(null);
   const skew = useLive((state) => state.skew);
@@ -50,7 +52,7 @@ export function OverTime({ scope, name: subject, draw, expected }: OverTimeProps
   return (
     <Panel title="Over time" className="over-time" aside={<Choices name={name} isZoomed={zoom !== null} onChoose={choose} />}>
       <Fetched query={query} subject="the figures over time" placeholder={<Places expected={expected} />}>
-        {(figures) => <Drawn figures={figures} draw={draw} onZoom={zoomTo} />}
+        {(figures) => <Drawn figures={figures} draw={draw} explain={(titles) => explain(titles, figures, zoom !== null && "to" in zoom ? zoom.to : serverSeconds(skew))} onZoom={zoomTo} />}
       </Fetched>
     </Panel>
   );
@@ -101,21 +103,32 @@ function writeRange(name: RangeName): URLSearchParams {
 
 interface DrawnProps extends Pick<OverTimeProps, "draw"> {
   figures: Figures;
+  explain: (titles: readonly string[]) => string;
   onZoom: (from: number, to: number) => void;
 }
 
-function Drawn({ figures, draw, onZoom }: DrawnProps): ReactNode {
+function Drawn({ figures, draw, explain, onZoom }: DrawnProps): ReactNode {
   const start = Date.parse(figures.from) / 1000;
   const events = useMemo<readonly ChartEvent[]>(() => figures.events.map((event) => ({ at: Date.parse(event.at) / 1000, text: eventText(event, figures.scope) })), [figures]);
   const drawings = useMemo(() => draw(figures), [draw, figures]);
-  if (drawings.length === 0) return <p className="muted">No figures in this period.</p>;
+  const known = drawings.filter(hasValues);
+  const reason = known.length > 0 && known.length === drawings.length ? "" : explain(drawings.filter((drawing) => !hasValues(drawing)).map(({ title }) => title));
   return (
-    <div className="charts">
-      {drawings.map((drawing) => (
-        <Chart key={drawing.title} {...drawing} start={start} step={figures.step} events={events} onZoom={onZoom} />
-      ))}
-    </div>
+    <>
+      {known.length > 0 && (
+        <div className="charts">
+          {known.map((drawing) => (
+            <Chart key={drawing.title} {...drawing} start={start} step={figures.step} events={events} onZoom={onZoom} />
+          ))}
+        </div>
+      )}
+      {reason !== "" && <p className="muted">{reason}</p>}
+    </>
   );
+}
+
+function hasValues({ lines }: Drawing): boolean {
+  return lines.some(({ values }) => isKnown(values));
 }
 
 function eventText({ kind, node_name: node }: Figures["events"][number], scope: Figures["scope"]): string {

@@ -1,6 +1,6 @@
 import { expect, it, vi } from "vitest";
 import type { Figures } from "../../overview/data";
-import { drawings, type Tops } from "./charts";
+import { absence, drawings, type Tops } from "./charts";
 
 // Needs a canvas.
 vi.mock("../../ui/chart", () => ({ Chart: () => null }));
@@ -31,4 +31,13 @@ it("draws the sum of the memory where GPUs are not reported one by one", () => {
 it("draws the highest, the mean and the lowest of many GPUs", () => {
   const many = Array.from({ length: 9 }, (_, gpu): Row => ["busy", gpu, [gpu === 8 ? 7 : gpu, null]]);
   expect(shown(...many)).toEqual([["GPU busy", ["Highest 7,", "Mean 3.888888888888889,", "Lowest 0,"], 100]]);
+});
+
+it("says why a node has no figures", () => {
+  const node = { created_at: "2026-08-22T10:00:00Z", last_heartbeat: "2026-08-22T12:00:00Z" };
+  const reason = (from: string, end: string, of = node as { created_at: string; last_heartbeat: string | null }) => absence(of, Date.parse(from), Date.parse(end));
+  expect(reason("2026-08-22T11:00:00Z", "2026-08-22T12:00:00Z", { ...node, last_heartbeat: null })).toBe("The node has not sent figures yet: they come with its heartbeats.");
+  expect(reason("2026-08-22T08:00:00Z", "2026-08-22T09:00:00Z")).toContain("not there in this period: it registered on ");
+  expect(reason("2026-08-22T13:00:00Z", "2026-08-22T14:00:00Z")).toContain("silent in this period: its last heartbeat came on ");
+  expect(reason("2026-08-22T11:00:00Z", "2026-08-22T12:00:00Z")).toBe("The node sent no figures in this period.");
 });

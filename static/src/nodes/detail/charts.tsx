@@ -1,6 +1,6 @@
 // The node's figures over time: a line for each GPU, and the memory and the disk of the machine.
 import { useMemo, type ReactNode } from "react";
-import { bytes } from "../../lib/format";
+import { bytes, exact } from "../../lib/format";
 import { gpusOf, vramLimit } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
 import type { Figures } from "../../overview/data";
@@ -28,7 +28,17 @@ export function Charts({ node }: { node: LiveNode }): ReactNode {
   const gpuPower = Math.max(0, ...gpus.map((gpu) => gpu.power_limit ?? 0));
   const draw = useMemo(() => (figures: Figures) => drawings(figures, { gpuVram, gpuPower, vram, ram, disk }), [gpuVram, gpuPower, vram, ram, disk]);
   const gpuLabels = gpus.length > MOST_LINES ? SUMMARY : gpus.map(({ index }) => labelOf(index));
-  return <OverTime scope="node" name={node.id} draw={draw} expected={expectedCharts(gpuLabels)} />;
+  // A node that has sent nothing has no charts whose places are to be kept.
+  const expected = node.last_heartbeat === null ? [] : expectedCharts(gpuLabels);
+  return <OverTime scope="node" name={node.id} draw={draw} explain={(_, { from }, end) => absence(node, Date.parse(from), 1000 * end)} expected={expected} />;
+}
+
+/** The reason why the node has no figures between these times, in ms. */
+export function absence({ created_at: created, last_heartbeat: heartbeat }: Pick<LiveNode, "created_at" | "last_heartbeat">, from: number, end: number): string {
+  if (heartbeat === null) return "The node has not sent figures yet: they come with its heartbeats.";
+  if (Date.parse(created) > end) return `The node was not there in this period: it registered on ${exact(created)}.`;
+  if (Date.parse(heartbeat) < from) return `The node was silent in this period: its last heartbeat came on ${exact(heartbeat)}.`;
+  return "The node sent no figures in this period.";
 }
 
 /** The charts of a node with these lines of GPUs. */
