@@ -14,6 +14,8 @@ import gzip
 import hashlib
 import json
 import os
+import posixpath
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +36,8 @@ NODE_MODULES = STATIC_FOLDER / "node_modules"
 PAGES_FOLDER = STATIC_FOLDER / "dist"
 API_TYPES_FILE = STATIC_FOLDER / "src" / "api" / "schema.ts"
 PAGE_ENTRY = "src/main.tsx"
+_ROUTE_FILES = ("src/shell/places.ts", "src/app.tsx")
+_ROUTE = re.compile(r'\{ (?:to: "/app/|path: ")([^"]+)".*\bimport\("([^"]+)"\)')
 MAX_FIRST_PAGE_BYTES = 250 * 1024
 """Maximum bytes of the first page load, compressed."""
 
@@ -140,6 +144,7 @@ def build_pages() -> bool:
     draft, old = STATIC_FOLDER / "dist.new", STATIC_FOLDER / "dist.old"
     shutil.rmtree(draft, ignore_errors=True)
     run_node_tool("vite", "build", "--outDir", str(draft), "--emptyOutDir", "--logLevel", "warn")
+    add_paths(draft)
     compress(draft)
     (draft / ".built").write_text(wanted, encoding="utf-8")
     shutil.rmtree(old, ignore_errors=True)
@@ -148,6 +153,38 @@ def build_pages() -> bool:
     draft.rename(PAGES_FOLDER)
     shutil.rmtree(old, ignore_errors=True)
     return True
+
+
+def add_paths(folder: Path) -> None:
+    """Add to each page in Vite's manifest the paths that it serves: the server sends its code at once.
+
+    Raise BuildFailed if the manifest has no such page.
+    """
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    for path, module in read_page_paths().items():
+        if module not in manifest:
+            raise BuildFailed(f"the build has no {module}, which the path {path} loads")
+        manifest[module].setdefault("paths", []).append(path)
+    file.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def read_page_paths() -> dict[str, str]:
+    """Return the module of each path below `/app/`, from the sources of the navigation and of the routes.
+
+    `nodes/*` means all paths below `nodes/`. Raise BuildFailed if a line loads a module for no path.
+    """
+    modules = {}
+    for name in _ROUTE_FILES:
+        for line in (STATIC_FOLDER / name).read_text(encoding="utf-8").splitlines():
+            route = _ROUTE.search(line)
+            if "import(" not in line:
+                continue
+            if route is None:
+                raise BuildFailed(f"static/{name}: write a path and its import in one line: {line}")
+            path = re.sub(r":.*", "*", route[1])
+            modules[path] = posixpath.normpath(f"{posixpath.dirname(name)}/{route[2]}.tsx")
+    return modules
 
 
 def compress(folder: Path) -> None:

@@ -5,9 +5,10 @@ API. Paths differ only in the code that the browser loads at once, so that nothi
 other. Its policy allows only files of this host; styles that the page creates at run time carry the nonce of
 its response.
 
-Vite's manifest names the files of `static/dist` that the page loads. It is cached and read again when the
-file changes, so that a new build is served with the next page. A file with a hashed name never changes, so a
-browser caches it forever. It is sent compressed if the build has written a `.gz` file beside it.
+Vite's manifest names the files of `static/dist` that the page loads; the build adds the paths that each
+module serves. It is cached and read again when the file changes, so that a new build is served with the next
+page. A file with a hashed name never changes, so a browser caches it forever. It is sent compressed if the
+build has written a `.gz` file beside it.
 """
 
 import hashlib
@@ -49,24 +50,6 @@ log = logging.getLogger(__name__)
 
 ENTRY_MODULE = "src/main.tsx"
 """Entry module of the page in Vite's manifest."""
-CODE_BY_PATH = {
-    "overview": "src/overview/page.tsx",
-    "nodes": "src/nodes/list/page.tsx",
-    "nodes/*": "src/nodes/detail/page.tsx",
-    "capacity": "src/capacity/page.tsx",
-    "models": "src/models/page.tsx",
-    "models/add": "src/models/add-page.tsx",
-    "models/*": "src/models/model-page.tsx",
-    "chat": "src/chat/page.tsx",
-    "scheduling": "src/scheduling/page.tsx",
-    "backends": "src/backends/page.tsx",
-    "activity": "src/operations/activity.tsx",
-    "health": "src/system/page.tsx",
-}
-"""Module in Vite's manifest that a path below `/app/` needs; `*` means all paths below one.
-
-The browser loads it at once. The page itself loads the code of a path that is missing here.
-"""
 _BUILD_ID_DIGITS = 16
 
 
@@ -79,7 +62,7 @@ class PageBuild:
     styles: tuple[str, ...]
     preloads: tuple[str, ...]
     pages: Mapping[str, tuple[str, ...]]
-    """Further scripts that each path of `CODE_BY_PATH` needs."""
+    """Further scripts that each path below `/app/` needs; `nodes/*` means all paths below `nodes/`."""
 
     def preloads_of(self, path: str) -> tuple[str, ...]:
         """Return the scripts that the browser loads at once for a path below `/app/`."""
@@ -114,8 +97,8 @@ def _read_manifest(manifest: Path, changed_at: int, size: int) -> PageBuild:
     needed = [chunks[ENTRY_MODULE], *(chunks[key] for key in _static_imports(chunks, ENTRY_MODULE, visited))]
     pages = {
         path: tuple(str(chunks[one]["file"]) for one in (key, *_static_imports(chunks, key, {key, *visited})))
-        for path, key in CODE_BY_PATH.items()
-        if key in chunks
+        for key, chunk in chunks.items()
+        for path in chunk.get("paths", ())
     }
     return PageBuild(
         id=hashlib.sha256(raw).hexdigest()[:_BUILD_ID_DIGITS],

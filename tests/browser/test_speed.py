@@ -6,7 +6,6 @@ import re
 import pytest
 from playwright.sync_api import Page, Request, expect
 
-from localai_cluster.web.page import CODE_BY_PATH as PRELOADED
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import PAGES
@@ -20,10 +19,11 @@ _NEVER_IDLE = "window.requestIdleCallback = () => 0"
 _NAMED = re.compile(r'(?:href|src)="(/static/ui/[^"]+)"')
 
 
-def built(source: str) -> str:
-    """The file of a page's code."""
+def built(path: str) -> str:
+    """The file with the code of the page at this path."""
     manifest = json.loads((ROOT / "static" / "dist" / "manifest.json").read_text(encoding="utf-8"))
-    return str(manifest[source]["file"])
+    (chunk,) = (chunk for chunk in manifest.values() if path in chunk.get("paths", ()))
+    return str(chunk["file"])
 
 
 def recorded(page: Page) -> list[Request]:
@@ -68,7 +68,7 @@ def test_a_cold_page_waits_for_its_document_then_for_its_code_then_for_its_data(
 def test_pages_are_opened_without_loading_code(window: Opener, settled: Fleet, session: Cookies) -> None:
     """The code of every page of the navigation is there once the browser was idle."""
     page = window(settled.webs[0].url, session).page
-    last = f"/static/ui/{built(PRELOADED['health'])}"
+    last = f"/static/ui/{built('health')}"
     with page.expect_response(lambda response: response.url.endswith(last)):
         page.goto(settled.webs[0].url + PAGES["overview"])
     shown(page)
@@ -90,7 +90,7 @@ def test_a_link_loads_its_page_before_it_is_pressed(
     requests = recorded(page)
     page.goto(settled.webs[0].url + PAGES["nodes"])
     shown(page)
-    chat = f"/static/ui/{built(PRELOADED['chat'])}"
+    chat = f"/static/ui/{built('chat')}"
     assert chat not in files_of(requests)
     with page.expect_response(lambda response: response.url.endswith(chat)):
         getattr(page.locator(f'nav a[href="{PAGES["chat"]}"]'), how)()

@@ -22,7 +22,7 @@ def written(folder: Path, files: dict[str, str]) -> Path:
 def static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A `static/` of its own whose tools are counted instead of run."""
     names = ("package.json", "package-lock.json", "vite.config.ts", "tsconfig.json", "src/main.tsx")
-    folder = written(tmp_path, dict.fromkeys(names, "{}"))
+    folder = written(tmp_path, dict.fromkeys((*names, *build._ROUTE_FILES), "{}"))
     (folder / "node_modules").mkdir()
     monkeypatch.setattr(build, "STATIC_FOLDER", folder)
     monkeypatch.setattr(build, "NODE_MODULES", folder / "node_modules")
@@ -40,7 +40,8 @@ def built(static: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def vite(name: str, *words: str, quiet: bool = False) -> None:
         builds.append(name)
         draft = Path(words[words.index("--outDir") + 1])
-        written(draft, {"assets/main.js": (static / "src/main.tsx").read_text(encoding="utf-8")})
+        source = (static / "src/main.tsx").read_text(encoding="utf-8")
+        written(draft, {"assets/main.js": source, "manifest.json": "{}"})
 
     monkeypatch.setattr(build, "run_node_tool", vite)
     return builds
@@ -114,6 +115,34 @@ def test_a_build_that_fails_leaves_the_former_one(
     with pytest.raises(build.BuildFailed):
         build.build_pages()
     assert (static / "dist/assets/main.js").read_text(encoding="utf-8") == "{}"
+
+
+def test_every_page_has_the_path_that_opens_it() -> None:
+    """The server sends a page's code at once for the path that the sources of the pages state."""
+    paths = build.read_page_paths()
+    assert paths["overview"] == "src/overview/page.tsx"
+    assert paths["nodes/*"] == "src/nodes/detail/page.tsx"
+    assert paths["models/add"] == "src/models/add-page.tsx"
+    assert all((build.STATIC_FOLDER / module).is_file() for module in paths.values())
+    sources = [(build.STATIC_FOLDER / name).read_text(encoding="utf-8") for name in build._ROUTE_FILES]
+    assert len(paths) == sum(source.count("import(") for source in sources)
+
+
+def test_a_page_without_a_path_of_its_own_fails_the_build(static: Path) -> None:
+    """A page that the server does not know would be loaded late, without anyone noticing."""
+    route = '{ path: "keys", lazy: lazyPage(async () => (await import("./keys/page")).KeysPage) },'
+    written(static, {"src/app.tsx": route})
+    assert build.read_page_paths() == {"keys": "src/keys/page.tsx"}
+    written(static, {"src/app.tsx": route.replace("lazyPage(", "lazyPage(\n")})
+    with pytest.raises(build.BuildFailed, match=r"static/src/app\.tsx: write a path"):
+        build.read_page_paths()
+
+
+def test_a_page_that_the_build_does_not_have_fails_it(static: Path) -> None:
+    """A manifest without a module that a route loads is not served."""
+    written(static, {"src/app.tsx": '{ path: "keys", lazy: lazyPage(async () => import("./keys/page")) },'})
+    with pytest.raises(build.BuildFailed, match=r"no src/keys/page\.tsx, which the path keys loads"):
+        build.add_paths(written(static, {"manifest.json": "{}"}))
 
 
 def test_compressed_copies_are_the_same_each_time(tmp_path: Path) -> None:

@@ -31,8 +31,16 @@ MANIFEST: dict[str, Any] = {
     "_react.js": {"file": "assets/react-1.js", "imports": ["_shared.js"]},
     "_shared.js": {"file": "assets/shared-2.js", "css": ["assets/shared-2.css"]},
     "src/late.tsx": {"file": "assets/late-3.js", "css": ["assets/late-3.css"], "imports": ["_react.js"]},
-    "src/nodes/list/page.tsx": {"file": "assets/nodes-4.js", "imports": ["_react.js", "_grid.js"]},
-    "src/nodes/detail/page.tsx": {"file": "assets/node-5.js", "imports": ["src/main.tsx"]},
+    "src/nodes/list/page.tsx": {
+        "file": "assets/nodes-4.js",
+        "imports": ["_react.js", "_grid.js"],
+        "paths": ["nodes"],
+    },
+    "src/nodes/detail/page.tsx": {
+        "file": "assets/node-5.js",
+        "imports": ["src/main.tsx"],
+        "paths": ["nodes/*"],
+    },
     "_grid.js": {"file": "assets/grid-6.js", "imports": ["_shared.js"]},
 }
 PAGES = ("/app", "/app/nodes", "/app/nodes/a%2Fb", "/login")
