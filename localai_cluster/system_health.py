@@ -27,7 +27,7 @@ from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, fiel
 from nodes.definitions import folder
 from nodes.models import BackendNode, PendingBackendOp, WebProcess
 from nodes.registry import mass_silence, node_rows
-from operations.models import ControllerBeat, Operation, Status
+from operations.models import UNDISMISSED_FAILURE, ControllerBeat, Operation, Status
 
 _STATE_SCHEMA = {"type": "string", "enum": [state.value for state in State]}
 PART_SHAPE = Shape(
@@ -216,13 +216,12 @@ def _count_workers() -> tuple[dict[str, int], int]:
 
 def _count_operations() -> tuple[Work, int, datetime | None]:
     waits, runs = Q(status__in=(Status.PENDING, Status.WAITING)), Q(status=Status.PROCESSING)
-    failed = Q(status=Status.FAILED, dismissed_at__isnull=True)
     counts = Operation.objects.listed().aggregate(
         waiting=Count("pk", filter=waits),
         running=Count("pk", filter=runs),
         oldest=Min("created_at", filter=waits | runs),
-        failures=Count("pk", filter=failed),
-        oldest_failure=Min("finished_at", filter=failed),
+        failures=Count("pk", filter=UNDISMISSED_FAILURE),
+        oldest_failure=Min("finished_at", filter=UNDISMISSED_FAILURE),
     )
     work = Work(counts["waiting"], counts["running"], counts["oldest"])
     return work, counts["failures"], counts["oldest_failure"]

@@ -76,6 +76,12 @@ WAVES_IN_PROGRESS = (Waves.RUNNING, Waves.CONTINUED)
 """States in which the next wave opens when the open wave has ended."""
 
 
+UNDISMISSED_FAILURE = Q(status="failed", dismissed_at__isnull=True)
+"""Filter of the failures in the inbox."""
+IN_HISTORY = Q(status__in=("completed", "cancelled")) | Q(status="failed", dismissed_at__isnull=False)
+"""Filter of the history: ended operations without the failures in the inbox."""
+
+
 class OperationQuerySet(models.QuerySet["Operation"]):
     """Filters of operations."""
 
@@ -105,10 +111,8 @@ class OperationQuerySet(models.QuerySet["Operation"]):
 
     def listed(self) -> Self:
         """Return the operations of the live list: active ones, and failures until dismissed (O32)."""
-        return self.filter(
-            models.Q(status__in=("pending", "processing", "waiting_for_nodes"))
-            | models.Q(status="failed", dismissed_at__isnull=True)
-        )
+        active = Q(status__in=("pending", "processing", "waiting_for_nodes"))
+        return self.filter(active | UNDISMISSED_FAILURE)
 
 
 class Operation(LeasedRow):
@@ -239,7 +243,7 @@ class Operation(LeasedRow):
             models.Index(
                 fields=["kind"],
                 name="operation_failure",
-                condition=Q(status="failed", dismissed_at__isnull=True),
+                condition=UNDISMISSED_FAILURE,
             ),
         ]
 

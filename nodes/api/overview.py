@@ -41,7 +41,7 @@ from nodes.models import BackendNode, BusCredential, JoinToken, ModelLoadInfo, N
 from nodes.registry import node_rows
 from nodes.registry.shape import NODE_STATUS
 from operations.causes import MAX_ERROR_LENGTH, cause_of
-from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
+from operations.models import ACTIVE, UNDISMISSED_FAILURE, Operation, OperationTarget, TargetStatus
 
 MAX_NODES = 1000
 """Maximum number of nodes shown."""
@@ -267,7 +267,7 @@ def _failure_groups() -> Iterator[Row]:
     Two queries. A group counts each node once; an operation without nodes counts by its element. An operation
     with failed targets has no cause of its own.
     """
-    failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True).order_by()
+    failed = Operation.objects.filter(UNDISMISSED_FAILURE).order_by()
     targets = OperationTarget.objects.filter(status=TargetStatus.ERROR)
     of_failed = targets.filter(operation__in=failed, dismissed_at__isnull=True)
     whole = failed.filter(~Exists(targets.filter(operation=OuterRef("pk"))))

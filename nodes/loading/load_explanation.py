@@ -54,7 +54,7 @@ from nodes.placement.load_times import backed_off_nodes, from_payload
 from nodes.registry.labels import auto_labels
 from nodes.replicas import eviction, fleet_queries, unload_requests
 from nodes.scheduling.plan import plan as plan_replicas
-from operations.models import Operation, Status
+from operations.models import UNDISMISSED_FAILURE, Operation, Status
 
 GIB = 2**30
 
@@ -254,7 +254,7 @@ def _read_operations(model_name: str, now: datetime) -> tuple[Operation | None, 
     """Return the operation that a new request would join or wait for, and its immediate failure."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     active = Q(status__in=(Status.PENDING, Status.PROCESSING, Status.WAITING))
-    failed = Q(kind=KIND, status=Status.FAILED, dismissed_at=None, finished_at__gt=since)
+    failed = UNDISMISSED_FAILURE & Q(kind=KIND, finished_at__gt=since)
     own_key, model_key = load_key(model_name), load_key(model_name, ALL_REPLICAS_SUFFIX)
     operations = list(Operation.objects.filter(active | failed, key__in=(own_key, model_key)))
     running = [operation for operation in operations if operation.status != Status.FAILED]

@@ -30,7 +30,7 @@ from operations.causes import cause_of
 from operations.executor.work import WakeUps, in_thread
 from operations.ledger import admission
 from operations.ledger.admission import Requester
-from operations.models import TERMINAL, Operation, Status
+from operations.models import TERMINAL, UNDISMISSED_FAILURE, Operation, Status
 
 logger = logging.getLogger(__name__)
 
@@ -357,8 +357,8 @@ def _admit(request: admission.OperationRequest) -> Operation:
 def _recent_failure(model: str, now: datetime) -> Operation | None:
     """Return the last failed load that requests had joined, if it failed within the grace (C33)."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
-    failed = Operation.objects.filter(key=load_key(model), kind=KIND, status=Status.FAILED)
-    load = failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
+    failed = Operation.objects.filter(UNDISMISSED_FAILURE, key=load_key(model), kind=KIND)
+    load = failed.filter(finished_at__gt=since).first()
     return None if load is None or has_other_node_since(load) else load
 
 

@@ -68,7 +68,7 @@ from nodes.scheduling.snapshot import (
 )
 from operations.executor.work import in_thread
 from operations.ledger.admission import Requester
-from operations.models import Operation, Status
+from operations.models import UNDISMISSED_FAILURE, Operation
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,8 @@ def observe(
     names = [desired_state.model for desired_state in desired_states]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
     loads = load_request.active_loads(names)
-    failed = Operation.objects.filter(
-        kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
-    ).order_by("finished_at")
+    failed = Operation.objects.filter(UNDISMISSED_FAILURE, kind=KIND, element__in=names)
+    failed = failed.order_by("finished_at")
     failures = failed.values_list("element", "finished_at", "error")
     idle_since = Greatest("last_used", "last_released_at")
     rows = NodeModel.objects.filter(model_name__in=names).values_list(

@@ -31,7 +31,7 @@ from operations.api.serializers import OperationRoute
 from operations.changes import feed
 from operations.executor.work import in_thread
 from operations.ledger import retention
-from operations.models import Operation, Status
+from operations.models import IN_HISTORY, UNDISMISSED_FAILURE, Operation
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
 Position = tuple[datetime, UUID]
@@ -122,7 +122,7 @@ class InboxView(OperationRoute):
         `nextCursor` leads to older failures.
         """
         values = validate_query(_Page, request.query_params)
-        failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
+        failed = Operation.objects.filter(UNDISMISSED_FAILURE)
         return Response(_page_of(failed, values, lambda row: feed.as_dict(row, row.targets.all())))
 
 
@@ -134,7 +134,7 @@ def history_page(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def undismissed_failures() -> list[dict[str, Any]]:
     """Return the undismissed failures, the newest first."""
-    failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    failed = Operation.objects.filter(UNDISMISSED_FAILURE)
     rows = failed.order_by("-finished_at", "-id").prefetch_related("targets")
     return [feed.as_dict(row, row.targets.all()) for row in rows]
 
@@ -175,10 +175,7 @@ def validate_query(query: type[serializers.Serializer[Any]], parameters: Mapping
 
 def matching_operations(filters: dict[str, Any]) -> Any:
     """Return the ended operations that match the filters."""
-    ended = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
-        status=Status.FAILED, dismissed_at__isnull=False
-    )
-    rows = Operation.objects.filter(ended)
+    rows = Operation.objects.filter(IN_HISTORY)
     if node := filters.get("node"):
         rows = rows.filter(Q(node_id=node) | Q(targets__node_id=node)).distinct()
     if backend := filters.get("backend"):

@@ -28,6 +28,7 @@ from operations.models import (
     ACTIVE,
     QUEUED,
     SUFFIX_SEPARATOR,
+    UNDISMISSED_FAILURE,
     Operation,
     OperationQuerySet,
     OperationTarget,
@@ -238,7 +239,7 @@ def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now:
         ]
     )
     needs, repeated = _needs(served), {request.repeats.id for request, _ in served if request.repeats}
-    failures = Q(key__in=created, status=Status.FAILED, dismissed_at__isnull=True)
+    failures = UNDISMISSED_FAILURE & Q(key__in=created)
     rows = Operation.objects.filter(failures | Q(pk__in=needs.keys() | repeated)).order_by("pk")
     locked_rows = list(rows.select_for_update(no_key=True))
     extend_need(needs)
@@ -372,7 +373,7 @@ def dismiss_many(
         rows = Operation.objects.filter(pk__in=operation_ids).order_by("pk")
         operations = {row.id: row for row in rows}
         # A request that replaces an active operation holds it, and waits for the failures that it dismisses.
-        open_rows = rows.filter(status=Status.FAILED, dismissed_at__isnull=True)
+        open_rows = rows.filter(UNDISMISSED_FAILURE)
         failures = list(open_rows.select_for_update(no_key=True))
         audit.record(*(_acknowledge(failure, actor, comment, now) for failure in failures), at=now)
         update_rows(failures, _DISMISSAL_COLUMNS)

@@ -20,6 +20,7 @@ from operations.changes.events import emit
 from operations.ledger.progress import REPORT_COLUMNS, Tick, apply_last_reports
 from operations.models import (
     QUEUED,
+    UNDISMISSED_FAILURE,
     Event,
     Operation,
     OperationQuerySet,
@@ -132,7 +133,7 @@ def finish(
 
 def _dismiss_failed_children(operation: Operation, now: datetime) -> list[Operation]:
     """Dismiss the failed children of a completed operation; the caller emits them."""
-    failed = operation.children.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    failed = operation.children.filter(UNDISMISSED_FAILURE)
     children = list(failed.order_by("pk").select_for_update(no_key=True))
     for child in children:
         child.dismissed_at, child.dismissed_by = now, "system"

@@ -8,7 +8,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit.transactions import committed
 from operations.changes.events import emit
-from operations.models import Operation, Status
+from operations.models import IN_HISTORY, UNDISMISSED_FAILURE, Operation
 
 MAX_DELETED_PER_TRANSACTION = 1000
 """Maximum number of operations deleted in one transaction."""
@@ -21,17 +21,12 @@ ACTOR = "system"
 OVERFLOW_COMMENT = f"more than {MAX_INBOX_FAILURES} failures waited for somebody: the oldest were dismissed"
 
 
-_HAS_ENDED_FILTER = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
-    status=Status.FAILED, dismissed_at__isnull=False
-)
-
-
 def dismiss_oldest_failures(*, now: datetime) -> int:
     """Dismiss the oldest failures beyond `MAX_INBOX_FAILURES`, with a comment. Return their number.
 
     Dismissed failures belong to the history, and are deleted with it.
     """
-    waiting = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    waiting = Operation.objects.filter(UNDISMISSED_FAILURE)
     dismissed = 0
     while True:
         with committed("ledger.dismiss"):
@@ -59,9 +54,7 @@ def retention_cutoff(*, before: datetime) -> datetime:
 
     It is `before`, or the end of the newest operation beyond `MAX_ENDED_OPERATIONS` if that is later.
     """
-    beyond = Operation.objects.filter(_HAS_ENDED_FILTER).order_by("-finished_at", "-pk")[
-        MAX_ENDED_OPERATIONS:
-    ]
+    beyond = Operation.objects.filter(IN_HISTORY).order_by("-finished_at", "-pk")[MAX_ENDED_OPERATIONS:]
     last = beyond.values_list("finished_at", flat=True).first()
     return before if last is None else max(before, last + timedelta(microseconds=1))
 
@@ -71,7 +64,7 @@ def delete_ended(*, before: datetime | None = None) -> int:
 
     Undismissed failures stay (O98).
     """
-    rows = Operation.objects.filter(_HAS_ENDED_FILTER)
+    rows = Operation.objects.filter(IN_HISTORY)
     if before is not None:
         rows = rows.filter(finished_at__lt=before)
     deleted = 0
