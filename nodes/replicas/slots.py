@@ -98,12 +98,9 @@ def reserve(
             return NoSlot("gone or not healthy any more")
         # The reservation counts until the next reading, so it must be newer than the last one.
         now = max(now, node.vram_read_at + timedelta(microseconds=1)) if node.vram_read_at else now
-        if (index := _free_index(node, model_name)) is None:
-            return NoSlot(RefusalReason.FULL)
-        try:
-            _check_quota(node, model_name, need.files)
-        except OverQuota as lack:
-            return NoSlot(str(lack))
+        index = _index_within_quota(node, model_name, need.files)
+        if isinstance(index, NoSlot):
+            return index
         memory = _memory(node, need, model_name, room, now)
         if isinstance(memory, NoSlot):
             return memory
@@ -127,6 +124,18 @@ def reserve(
             decided = replace(why, explanation=replace(why.explanation, replica_index=index))
             decision_log.record(decided, now=now, victims=room.victims if room else ())
     return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
+
+
+def _index_within_quota(node: BackendNode, model_name: str, files: int) -> int | NoSlot:
+    """Return the lowest free index if the node's disk quota leaves space for the files, or the refusal."""
+    index = _free_index(node, model_name)
+    if index is None:
+        return NoSlot(RefusalReason.FULL)
+    try:
+        _check_quota(node, model_name, files)
+    except OverQuota as lack:
+        return NoSlot(str(lack))
+    return index
 
 
 def _check_quota(node: BackendNode, model_name: str, files: int) -> None:

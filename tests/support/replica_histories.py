@@ -511,14 +511,29 @@ async def _send_files(*arguments: Any) -> staging.StagingResult:
 @contextmanager
 def played(world: World) -> Iterator[None]:
     """Let the product run in this world."""
+    patches = {**_patches(world), **_log_patches()}
+    with pytest.MonkeyPatch.context() as patch:
+        for (owner, name), value in patches.items():
+            patch.setattr(owner, name, value)
+        yield
 
-    def passed(point: str) -> None:
-        if point.endswith((":before", ":committed")):
-            pause(point)
+
+def _log_patches() -> dict[tuple[Any, str], Any]:
+    """Return the patches that fail a history when a pass reports an error of its own."""
 
     def warning(text: str, *arguments: Any) -> None:
         assert "not stopped" not in text, text % arguments
         assert "not looked at" not in text, text % arguments
+
+    return {(stops.log, "warning"): warning, (state_pass.log, "warning"): warning}
+
+
+def _patches(world: World) -> dict[tuple[Any, str], Any]:
+    """Return the attributes that connect the product to this world: time, threads, workers and engines."""
+
+    def passed(point: str) -> None:
+        if point.endswith((":before", ":committed")):
+            pause(point)
 
     begin = slots.start
 
@@ -527,7 +542,13 @@ def played(world: World) -> Iterator[None]:
         _current.actor.sending, _current.actor.starting = clock.now(), slot.id
         return begin(slot, attempt=attempt, now=clock.now())
 
-    patches: dict[tuple[Any, str], Any] = {
+    chance = Random(0)
+
+    def random_bytes(size: int) -> bytes:
+        """The first half of an id decides in which order rows are locked; the second makes it unique."""
+        return chance.randbytes(size // 2) + os.urandom(size - size // 2)
+
+    return {
         **{(module, "in_thread"): _in_thread for module in (load, load_placement, load_request, staging)},
         (slots, "start"): start,
         (load, "asyncio"): _Turns(),
@@ -545,25 +566,13 @@ def played(world: World) -> Iterator[None]:
         (failpoints, "passed"): passed,
         (events._bridge, "submit"): lambda message: None,
         (stops, "in_thread"): _in_thread,
-        (stops.log, "warning"): warning,
         (stops, "probe"): world.probe,
         (state_pass, "probe"): world.probe,
         (state_pass, "in_thread"): _in_thread,
         (state_pass, "CHECK_LIMIT"): _MAX_WAIT,
-        (state_pass.log, "warning"): warning,
         (inventory, "in_thread"): _in_thread,
         (unload_requests, "in_thread"): _in_thread,
         (unload_requests, "asyncio"): _Asyncio(),
         (executor_work, "in_thread"): _in_thread,
+        (uuid, "os"): SimpleNamespace(urandom=random_bytes),
     }
-    chance = Random(0)
-
-    def random_bytes(size: int) -> bytes:
-        """The first half of an id decides in which order rows are locked; the second makes it unique."""
-        return chance.randbytes(size // 2) + os.urandom(size - size // 2)
-
-    patches[uuid, "os"] = SimpleNamespace(urandom=random_bytes)
-    with pytest.MonkeyPatch.context() as patch:
-        for (owner, name), value in patches.items():
-            patch.setattr(owner, name, value)
-        yield
