@@ -110,7 +110,7 @@ def read_metrics(now: datetime) -> list[Metric]:
         *_node_metrics(),
         *_replica_metrics(),
         *_operation_metrics(now),
-        *_intent_metrics(now),
+        *_pending_backend_metrics(now),
         *_process_metrics(now),
     ]
 
@@ -153,7 +153,7 @@ def _operation_metrics(now: datetime) -> Iterator[Metric]:
     yield ENDED_OPERATIONS_FIGURE.of(*ended.order_by().values_list("kind", "status").annotate(Count("pk")))
 
 
-def _intent_metrics(now: datetime) -> Iterator[Metric]:
+def _pending_backend_metrics(now: datetime) -> Iterator[Metric]:
     is_waiting = ExpressionWrapper(Q(lease_until__isnull=True), BooleanField())
     groups = PendingBackendOp.objects.order_by().values_list("op", is_waiting)
     rows = list(groups.annotate(Count("pk"), Min("created_at")))

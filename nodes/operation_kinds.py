@@ -58,9 +58,9 @@ def _delete(context: HandlerContext) -> Handler:
 
 def _import(context: HandlerContext) -> Handler:
     from nodes.downloads.imports import ImportModel
-    from nodes.sources.opening import Opener
+    from nodes.sources.opening import SourceFileOpener
 
-    return ImportModel(Opener(conf.cluster()))
+    return ImportModel(SourceFileOpener(conf.cluster()))
 
 
 def _remove_files(context: HandlerContext) -> Handler:
@@ -120,8 +120,10 @@ def register() -> None:
             expires=True,
             attempt_keys=("setbacks", "engine_deaths"),
         ),
-        OperationKind(unload_requests.UNLOAD, "model", TaskType.DELETION, handler=_unload),
-        OperationKind(unload_requests.DELETE, "model", TaskType.DELETION, is_deletion=True, handler=_delete),
+        OperationKind(unload_requests.UNLOAD_KIND, "model", TaskType.DELETION, handler=_unload),
+        OperationKind(
+            unload_requests.DELETE_KIND, "model", TaskType.DELETION, is_deletion=True, handler=_delete
+        ),
         OperationKind(
             imports.KIND,
             "model",
@@ -131,7 +133,11 @@ def register() -> None:
         ),
         OperationKind(unused_files.KIND, "", TaskType.DELETION, is_deletion=True, handler=_remove_files),
         OperationKind(
-            drains.REMOVE, "model", TaskType.DELETION, is_deletion=True, handler=_remove_definition
+            drains.REMOVE_DEFINITION_KIND,
+            "model",
+            TaskType.DELETION,
+            is_deletion=True,
+            handler=_remove_definition,
         ),
         OperationKind(node_stop.KIND, "node", handler=lambda context: node_stop.StopNode(context.bus)),
         *(

@@ -2,7 +2,7 @@
 
 The progress of an operation on several nodes is the mean of its targets: a success counts 100, a queued
 target 0, and a failed target its last percentage. The progress never decreases within an attempt, and reaches
-100 only at the end. `state_of` derives the complete state of an operation that runs by its targets.
+100 only at the end. `summarize_targets` derives the complete state of an operation that runs by its targets.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,8 +36,8 @@ def aggregate_progress(operation: Operation, parts: Sequence[OperationTarget]) -
 
 
 @dataclass(frozen=True)
-class State:
-    """The state of an operation as derived from its targets."""
+class TargetsSummary:
+    """The columns of an operation that follow from its targets."""
 
     status: Status
     message: str
@@ -50,15 +50,17 @@ class State:
     time_limit_at: datetime | None = None
 
 
-def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
+def summarize_targets(kind: str, parts: Sequence[OperationTarget]) -> TargetsSummary:
     """Derive the state of an operation that runs by these targets (O16, O18, O21).
 
     Without targets no node was eligible: a deletion is then completed, every other kind failed.
     """
     deletes = kind.endswith("_delete")
     if not parts:
-        done = State(Status.COMPLETED, "completed", progress=100)
-        return done if deletes else State(Status.FAILED, f"error: {NO_ELIGIBLE_NODE}", NO_ELIGIBLE_NODE)
+        done = TargetsSummary(Status.COMPLETED, "completed", progress=100)
+        return (
+            done if deletes else TargetsSummary(Status.FAILED, f"error: {NO_ELIGIBLE_NODE}", NO_ELIGIBLE_NODE)
+        )
     unfinished = [part for part in parts if part.status not in ENDED]
     attempts = max(part.attempts for part in parts)
     progress = min(sum(map(target_progress, parts)) / len(parts), MAX_RUNNING_PERCENT)
@@ -69,7 +71,7 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
     progress_times = [part.last_progress_at for part in running if part.last_progress_at is not None]
     limits = [part.time_limit_at for part in running if part.time_limit_at is not None]
     next_looks = [part.next_check_at for part in unfinished if part.next_check_at is not None]
-    return State(
+    return TargetsSummary(
         Status.PROCESSING if running else Status.WAITING if waits else Status.PENDING,
         unfinished[0].reason if len(parts) == 1 else _count_text(parts, unfinished),
         phase=(unfinished[0].phase if len(parts) == 1 else "") if running else QUEUED,
@@ -81,17 +83,19 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
     )
 
 
-def _final_state(parts: Sequence[OperationTarget], progress: float, attempts: int) -> State:
+def _final_state(parts: Sequence[OperationTarget], progress: float, attempts: int) -> TargetsSummary:
     failed = [part for part in parts if part.status == TargetStatus.ERROR]
     if failed:
         reasons = [part.error if len(parts) == 1 else f"{part.node_name}: {part.error}" for part in failed]
         error = "; ".join(reasons)
-        return State(Status.FAILED, f"error: {error}", error, progress=progress, attempts=attempts)
+        return TargetsSummary(Status.FAILED, f"error: {error}", error, progress=progress, attempts=attempts)
     if any(part.status == TargetStatus.SUCCESS for part in parts):
         cancelled = sum(part.status == TargetStatus.CANCELLED for part in parts)
         left_out = f", cancelled on {cancelled} of {len(parts)} nodes" if cancelled else ""
-        return State(Status.COMPLETED, f"completed{left_out}", progress=100, attempts=attempts)
-    return State(Status.CANCELLED, parts[0].reason or "cancelled", progress=progress, attempts=attempts)
+        return TargetsSummary(Status.COMPLETED, f"completed{left_out}", progress=100, attempts=attempts)
+    return TargetsSummary(
+        Status.CANCELLED, parts[0].reason or "cancelled", progress=progress, attempts=attempts
+    )
 
 
 def awaits_wave(part: OperationTarget) -> bool:
@@ -126,7 +130,7 @@ def _count_text(parts: Sequence[OperationTarget], unfinished: Sequence[Operation
 
 def set_derived_state(operation: Operation, parts: Sequence[OperationTarget], now: datetime) -> None:
     """Set the operation's state to the one that follows from its targets."""
-    state = state_of(operation.kind, parts)
+    state = summarize_targets(operation.kind, parts)
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
     operation.last_progress_at, operation.time_limit_at = state.last_progress_at, state.time_limit_at

@@ -42,7 +42,7 @@ _ENTRY_COLUMNS = (
     "detail",
 )
 
-_change_source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
+_change_author: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
 """The request or actor to which changes in the current context are attributed; None outside of a context."""
 
 
@@ -77,11 +77,11 @@ def attribute_to(actor: Actor) -> Iterator[None]:
 
 @contextmanager
 def _attribute_to(source: HttpRequest | Actor) -> Iterator[None]:
-    token = _change_source.set(source)
+    token = _change_author.set(source)
     try:
         yield
     finally:
-        _change_source.reset(token)
+        _change_author.reset(token)
 
 
 def _current_actor() -> tuple[Actor | None, str]:
@@ -89,7 +89,7 @@ def _current_actor() -> tuple[Actor | None, str]:
 
     The actor is None outside of a context, and for a request without a signed-in user.
     """
-    source = _change_source.get()
+    source = _change_author.get()
     if source is None or isinstance(source, Actor):
         return source, ""
     user: Any = source.user

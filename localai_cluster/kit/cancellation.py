@@ -16,7 +16,7 @@ async def wait_for(event: asyncio.Event, seconds: float | None) -> bool:
     return event.is_set()
 
 
-async def end(*tasks: "asyncio.Future[Any]") -> None:
+async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel the tasks, repeatedly until all have ended; ignore their results and errors."""
     while running := {task for task in tasks if not task.done()}:
         for task in running:

@@ -288,11 +288,11 @@ class ClusterSettings(SharedSettings):
     """Retention of nodes' timelines, the audit of changes, placement records and expired join tokens."""
     snapshot_retention: Annotated[float, env.duration(7200)] = setting("CLUSTER_SNAPSHOT_RETENTION", "48h")
     """Retention of the snapshots with which a placement decision can be made again."""
-    decision_space: env.Gibibytes = setting("CLUSTER_DECISION_SPACE", "2")
+    decision_storage_limit: env.Gibibytes = setting("CLUSTER_DECISION_SPACE", "2")
     """GiB for the records of placement decisions, and as many for snapshots ([below](#retention))."""
     response_retention: Duration = setting("CLUSTER_RESPONSE_RETENTION", "0")
     """Time after the last use for which `/v1/responses` stores responses ([below](#responses)); 0 = none."""
-    response_space: env.Mebibytes = setting("CLUSTER_RESPONSE_SPACE", "64")
+    response_storage_limit: env.Mebibytes = setting("CLUSTER_RESPONSE_SPACE", "64")
     """MiB for the stored responses of each API key."""
 
     @cached_property

@@ -377,7 +377,7 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 _INT64_LIMIT = 2**63
 _LONE_SURROGATES_PATTERN = re.compile("[\ud800-\udfff]")
 
-M = TypeVar("M")
+MessageT = TypeVar("MessageT")
 
 
 class DecodeError(ClusterError):
@@ -393,13 +393,13 @@ def encode(message: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def decode(payload: bytes, kind: type[M]) -> M:
+def decode(payload: bytes, kind: type[MessageT]) -> MessageT:
     """Decode `payload` as a message of type `kind`. Raise DecodeError for an invalid payload."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise DecodeError(f"message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are read")
     if not payload.strip():
         return kind()
-    message: M = _build_message(_parse_json(payload), kind, "")
+    message: MessageT = _build_message(_parse_json(payload), kind, "")
     return message
 
 

@@ -161,7 +161,7 @@ class NatsBus:
         if link is not None and link.alive:
             await ignore_loss(link.client.flush(FLUSH_TIMEOUT_SECONDS))
         if self._connection_task is not None:
-            await cancellation.end(self._connection_task)
+            await cancellation.cancel_and_wait(self._connection_task)
 
     async def answer(self, inbox: str, payload: bytes) -> None:
         """Send a reply. If there is no connection, wait up to `REPLY_RECONNECT_TIMEOUT` seconds for one.
@@ -342,7 +342,7 @@ class _Subscription:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._received.join()
-        await cancellation.end(*self._dispatchers, *self._running)
+        await cancellation.cancel_and_wait(*self._dispatchers, *self._running)
 
     async def _queue_or_handle(self, message: Msg) -> None:
         try:

@@ -132,19 +132,19 @@ class BackendClient:
 
     async def embedding(self, options: PredictOptions, timeout: float) -> EmbeddingResult:
         """Return the embedding of the text in `options.Embeddings`."""
-        return await self._unary(self._whole("Embedding", EmbeddingResult.FromString, options, timeout))
+        return await self._unary(self._unary_call("Embedding", EmbeddingResult.FromString, options, timeout))
 
     def predict(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """Return the complete reply to a prompt, as one piece."""
-        call = self._whole("Predict", Reply.FromString, options, timeout)
+        call = self._unary_call("Predict", Reply.FromString, options, timeout)
         return Replies(call, self._channel, self._translate_error)
 
-    def _whole(
+    def _unary_call(
         self, method: str, parse: Callable[[bytes], Response], options: PredictOptions, timeout: float | None
     ) -> Any:
         """Return a call that has one reply, by grpcio or by our own client. Await it for the reply."""
         if self._streams is not None:
-            return self._streams.whole(method, parse, options.SerializeToString(), timeout)
+            return self._streams.unary(method, parse, options.SerializeToString(), timeout)
         return getattr(self._stub, method)(options, timeout=timeout, metadata=self._metadata)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":

@@ -2,7 +2,7 @@
 
 `grpc.aio` wakes its reader once per message; here a reader takes all messages that have arrived in one turn
 of the event loop. A `StreamCall` has the part of `grpc.aio.UnaryStreamCall` that `client.Replies` uses and
-raises its errors; a `WholeCall` is awaited, as `grpc.aio.UnaryUnaryCall` is.
+raises its errors; a `UnaryCall` is awaited, as `grpc.aio.UnaryUnaryCall` is.
 
 A call holds at most `http2.STREAM_WINDOW` bytes that its reader has not taken. Only while the reader waits
 for a longer message does it hold more, at most `MAX_MESSAGE_BYTES`.
@@ -225,7 +225,7 @@ class StreamCall(http2.Stream, Generic[Response]):
             self._waiter.set_result(None)
 
 
-class WholeCall(StreamCall[Response]):
+class UnaryCall(StreamCall[Response]):
     """A call with one reply message, which is returned when the final status has arrived."""
 
     def __await__(self) -> Generator[Any, None, Response]:
@@ -278,11 +278,11 @@ class StreamChannel:
         read."""
         return StreamCall(self, method, parse, request, timeout)
 
-    def whole(
+    def unary(
         self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
-    ) -> WholeCall[Response]:
+    ) -> UnaryCall[Response]:
         """Return a call of `method` that has one reply. It starts when awaited, and returns the reply."""
-        return WholeCall(self, method, parse, request, timeout)
+        return UnaryCall(self, method, parse, request, timeout)
 
     def submit(self, call: StreamCall[Any]) -> None:
         """Queue a call until the connection has capacity for its stream."""

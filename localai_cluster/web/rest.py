@@ -94,7 +94,7 @@ class Strict:
     the schema that it derives from the field.
     """
 
-    accepts: type | tuple[type, ...]
+    accepted_type: type | tuple[type, ...]
     complaint: str
 
     def __init__(self, *, schema: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -103,7 +103,9 @@ class Strict:
 
     def to_internal_value(self, data: Any) -> Any:
         """Return the value if it has the right JSON type."""
-        if not isinstance(data, self.accepts) or (isinstance(data, bool) and self.accepts is not bool):
+        if not isinstance(data, self.accepted_type) or (
+            isinstance(data, bool) and self.accepted_type is not bool
+        ):
             raise serializers.ValidationError(self.complaint)
         return super().to_internal_value(data)  # type: ignore[misc]
 
@@ -111,7 +113,7 @@ class Strict:
 class Text(Strict, serializers.CharField):
     """Serializer field of a JSON string, which is not trimmed."""
 
-    accepts = str
+    accepted_type = str
     complaint = "must be a string"
 
     def __init__(self, *, max_length: int, **options: Any) -> None:
@@ -121,14 +123,14 @@ class Text(Strict, serializers.CharField):
 class Whole(Strict, serializers.IntegerField):
     """Serializer field of a whole number."""
 
-    accepts = int
+    accepted_type = int
     complaint = "must be a whole number"
 
 
 class Number(Strict, serializers.FloatField):
     """Serializer field of a number."""
 
-    accepts = (int, float)
+    accepted_type = (int, float)
     complaint = "must be a number"
 
     def to_internal_value(self, data: Any) -> Any:
@@ -142,7 +144,7 @@ class Number(Strict, serializers.FloatField):
 class Flag(Strict, serializers.BooleanField):
     """Serializer field of a boolean."""
 
-    accepts = bool
+    accepted_type = bool
     complaint = "must be true or false"
 
 

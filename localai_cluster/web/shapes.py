@@ -99,8 +99,8 @@ _EXPRESSION_BY_FORMAT: Mapping[str, Callable[[str], Combinable]] = {"uuid": text
 class Field:
     """A key of an object: its name, its schema, its column, and whether it may be absent or null.
 
-    If `column` is None, the caller passes the value. `inner` is the shape of a value that the database builds
-    as JSON text.
+    If `column` is None, the caller passes the value. `value_shape` is the shape of a value that the database
+    builds as JSON text.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Field:
     meaning: str = ""
     optional: bool = False
     nullable: bool = False
-    inner: "Shape | None" = None
+    value_shape: "Shape | None" = None
 
     @property
     def described(self) -> Schema:
@@ -145,7 +145,9 @@ class Shape(Named):
         self.fields = {entry.name: entry for entry in fields}
         self.columns = {name: entry.column for name, entry in self.fields.items() if entry.column is not None}
         self._optional = [entry.name for entry in self.fields.values() if entry.optional]
-        self._inner = [(entry.name, entry.inner) for entry in self.fields.values() if entry.inner is not None]
+        self._value_shapes = [
+            (name, entry.value_shape) for name, entry in self.fields.items() if entry.value_shape is not None
+        ]
         required_names = self.fields.keys() - set(self._optional) if required is None else required
         super().__init__(name, self._schema(meaning, sorted(required_names)))
 
@@ -182,9 +184,9 @@ class Shape(Named):
     def row(self, values: Sequence[Any]) -> Row:
         """Return the object for the values of its columns, in order. Ignore further values."""
         row: Row = dict(zip(self.columns, values, strict=False))
-        for name, inner in self._inner:
+        for name, value_shape in self._value_shapes:
             if row[name] is not None:
-                row[name] = inner.trimmed(orjson.loads(row[name]))
+                row[name] = value_shape.trimmed(orjson.loads(row[name]))
         return self.trimmed(row)
 
     def made(self, **sources: Combinable) -> JSONObject:

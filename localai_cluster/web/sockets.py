@@ -91,7 +91,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         finally:
             _open_sockets.discard(self)
             if self._work is not None:
-                await cancellation.end(self._work)
+                await cancellation.cancel_and_wait(self._work)
 
     async def connect(self) -> None:
         """Accept or refuse the handshake, then start the topics."""

@@ -35,8 +35,8 @@ from localai_cluster.worker.source_files import (
     SHUTDOWN_MESSAGE,
     BadSource,
     OnBytes,
-    Stopped,
     Throttle,
+    WorkCancelled,
 )
 
 MAX_UNPACKED_BYTES = 64 * 1024**3
@@ -94,7 +94,7 @@ def unpack(
     """Unpack `layers`, the lowest first, to the new folder `target`.
 
     The layers of an image may have whiteouts, absolute links, and the same path several times. Raise
-    BadSource, Stopped or OSError.
+    BadSource, WorkCancelled or OSError.
     """
     survey = _MergedTree(is_image)
     for number, layer in enumerate(layers):
@@ -150,7 +150,7 @@ class _ForwardReader:
 
     def _read_bytes(self, size: int) -> bytes:
         if self._stopped.is_set():
-            raise Stopped(SHUTDOWN_MESSAGE)
+            raise WorkCancelled(SHUTDOWN_MESSAGE)
         data = self._file.read(size)
         self._position += len(data)
         return data
@@ -457,7 +457,7 @@ class _TreeWriter:
                 self._done += size
                 self._on_bytes(self._done, self._files.total, path)
                 if self._stopped.wait(self._throttle.pause(size)):
-                    raise Stopped(SHUTDOWN_MESSAGE)
+                    raise WorkCancelled(SHUTDOWN_MESSAGE)
             if remaining:
                 raise BadSource("the archive is damaged: it ends inside of a file")
             os.fchmod(writer.fileno(), file.mode)

@@ -72,7 +72,7 @@ class Command:
             clear_cancellation()
             raise Cancelled from None
         except ClusterError:
-            # Stopped, or an error that follows from a closed connection or a missing file.
+            # WorkCancelled, or an error that follows from a closed connection or a missing file.
             self._raise_if_cancelled()
             raise
         finally:

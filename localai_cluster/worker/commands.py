@@ -28,7 +28,7 @@ from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor
 from localai_cluster.worker.hardware import GpuReader, process_memory
 from localai_cluster.worker.install_commands import InstallCommands, stopped_engines_reply
-from localai_cluster.worker.source_files import Stopped
+from localai_cluster.worker.source_files import WorkCancelled
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Pauses:
         try:
             yield
         finally:
-            await cancellation.end(task)
+            await cancellation.cancel_and_wait(task)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -179,7 +179,7 @@ class Commands:
                 reply = await act(request)
                 outcome = "refused" if getattr(reply, "error", "") else "ok"
                 return encode(reply)
-            except Stopped:
+            except WorkCancelled:
                 # No reply: the controller notices that this worker is gone and retries instead of failing.
                 return None
             except (ClusterError, OSError) as error:

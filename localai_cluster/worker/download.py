@@ -134,8 +134,8 @@ class Downloads:
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         """Download the archive to its partial file and verify its hash.
 
-        Raise DownloadFailed, BadSource for an archive over the limit, DiskFull, Stopped or OSError. Even
-        after a cancellation, return only when no thread writes to the partial file.
+        Raise DownloadFailed, BadSource for an archive over the limit, DiskFull, WorkCancelled or OSError.
+        Even after a cancellation, return only when no thread writes to the partial file.
         """
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
         try:
@@ -297,13 +297,13 @@ def _check_disk_space(partial: Path, offset: int, total: int) -> None:
 
 
 def sha256_of(path: Path, stopped: threading.Event) -> str:
-    """Return the SHA-256 of a file in hex. Raise Stopped or OSError."""
+    """Return the SHA-256 of a file in hex. Raise WorkCancelled or OSError."""
     with open(path, "rb") as file:
         return hash_of(file, stopped).hexdigest()
 
 
 def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
-    """Return the hash object of the partial file's first `size` bytes. Raise Stopped or OSError."""
+    """Return the hash object of the partial file's first `size` bytes. Raise WorkCancelled or OSError."""
     if not size:
         return hashlib.sha256()
     with open(archive.partial, "rb") as file:

@@ -347,7 +347,7 @@ class EngineSupervisor:
             # Its child processes must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, _end_processes, engine)
         await asyncio.wait(pumps, timeout=1.0)
-        await cancellation.end(*pumps)
+        await cancellation.cancel_and_wait(*pumps)
         for pipe in engine.output:
             pipe.transport.close()
         self._append_note(engine, f"[engine ended: {_describe_exit(engine)}]")

@@ -105,7 +105,7 @@ class WorkerApplication:
             ended, _ = await asyncio.wait({tail, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._readers.discard(tail)
-            await cancellation.end(tail, disconnect)
+            await cancellation.cancel_and_wait(tail, disconnect)
         if not tail.cancelled():
             tail.result()  # uvicorn logs an error that is not handled here
         elif tail in ended:

@@ -38,7 +38,7 @@ from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import ProgressStream, ReportTick, Tick, ignore_tick
-from localai_cluster.worker.source_files import Stopped
+from localai_cluster.worker.source_files import WorkCancelled
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +67,14 @@ class InstallCommands:
     )
 
     async def install(self, request: InstallRequest) -> InstallReply:
-        """Run `backend.install`; return errors in the reply. Raise Stopped if the worker shuts down."""
+        """Run `backend.install`; return errors in the reply. Raise WorkCancelled if the worker shuts down."""
         reply: InstallReply = await self._run_or_join(
             request, lambda command: self._install(request, command)
         )
         return reply
 
     async def upgrade(self, request: UpgradeRequest) -> UpgradeReply:
-        """Run `backend.upgrade`; return errors in the reply. Raise Stopped if the worker shuts down."""
+        """Run `backend.upgrade`; return errors in the reply. Raise WorkCancelled if the worker shuts down."""
         reply: UpgradeReply = await self._run_or_join(
             request, lambda command: self._upgrade(request, command)
         )
@@ -138,7 +138,7 @@ class InstallCommands:
             return await asyncio.shield(command.task)
         except asyncio.CancelledError:
             if command.task.cancelled():
-                raise Stopped("the worker is shutting down") from None
+                raise WorkCancelled("the worker is shutting down") from None
             raise
 
     async def _run_and_log(self, request: Any, work: Coroutine[Any, Any, Any]) -> Any:
@@ -158,7 +158,7 @@ class InstallCommands:
                 return await self._ensure_installed(
                     request, command, stream.report if stream else ignore_tick
                 )
-        except Stopped:
+        except WorkCancelled:
             raise
         except (ClusterError, OSError) as error:
             return InstallReply(
@@ -258,7 +258,7 @@ class InstallCommands:
                     report = stream.report if stream else ignore_tick
                     await self.installer.install(source, report, command.halt)
             return stopped_engines_reply(stopped)
-        except Stopped:
+        except WorkCancelled:
             raise
         except (ClusterError, OSError) as error:
             return stopped_engines_reply(stopped, error)

@@ -56,8 +56,8 @@ from localai_cluster.worker.source_files import (
     SHUTDOWN_MESSAGE,
     DiskFull,
     OnBytes,
-    Stopped,
     Throttle,
+    WorkCancelled,
     copy_tree,
     translate_disk_full,
 )
@@ -208,7 +208,7 @@ class Installer:
         return folder
 
     def close(self) -> None:
-        """End all running installs with Stopped."""
+        """End all running installs with WorkCancelled."""
         self._closed = True
         for halt in self._halts:
             halt.set()
@@ -228,7 +228,7 @@ class Installer:
                 location = gallery_index.resolve_source(uri, build.gallery.url, self._github_url)
                 source = _FileSource(uri, location, build.sha256, bool(build.gallery.verification))
                 return await self._install_source(source, metadata, context)
-            except Stopped:
+            except WorkCancelled:
                 raise
             except (ClusterError, OSError, ValueError) as error:
                 # Also for an archive that cannot be unpacked: the next source may have a good one.
@@ -368,7 +368,7 @@ class Installer:
             (staged / METADATA_FILE).write_bytes(encode(replace(metadata, size=_folder_size(staged))))
             failpoints.passed("worker.install:staged")
             if halt.is_set():
-                raise Stopped(SHUTDOWN_MESSAGE)
+                raise WorkCancelled(SHUTDOWN_MESSAGE)
             replace_folder(staged, target)
             failpoints.passed("worker.install:swapped")
         except (OSError, ValueError) as error:

@@ -63,7 +63,7 @@ async def drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry:
     stopping = asyncio.create_task(_drain_and_deregister(control_plane, node_id, hurry))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait({stopping, hurried}, timeout=DEREGISTER_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-    await cancellation.end(stopping, hurried)
+    await cancellation.cancel_and_wait(stopping, hurried)
 
 
 async def _drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
@@ -244,7 +244,7 @@ class Worker:
             if task.done():
                 await task
         finally:
-            await cancellation.end(task, stop)
+            await cancellation.cancel_and_wait(task, stop)
 
     async def _prefetch_and_register(self) -> None:
         await prefetch(self._config, self._downloads)

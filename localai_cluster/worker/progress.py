@@ -69,7 +69,7 @@ class ProgressStream:
 
     async def finish(self) -> None:
         """Send the queued tick and end the stream."""
-        await cancellation.end(self._pump)
+        await cancellation.cancel_and_wait(self._pump)
         await self._send_queued()
 
     async def _send_ticks(self) -> None:

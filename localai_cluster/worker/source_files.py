@@ -28,8 +28,8 @@ OnBytes = Callable[[int, int, str], None]
 """Called with the bytes copied, the total bytes, and the current file."""
 
 
-class Stopped(ClusterError):
-    """The install was ended: the worker shuts down or a controller cancelled it (`cancellation.py`)."""
+class WorkCancelled(ClusterError):
+    """The worker shuts down, or a controller cancelled the work on files (`cancellation.py`)."""
 
     code = "stopped"
     permanent = False
@@ -51,11 +51,14 @@ def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
 
 
 def hash_of(file: IO[bytes], stopped: threading.Event, size: int | None = None) -> "hashlib._Hash":
-    """Return the hash object of the next `size` bytes (default: all) of a file. Raise Stopped or OSError."""
+    """Return the hash object of the next `size` bytes (default: all) of a file.
+
+    Raise WorkCancelled or OSError.
+    """
     digest = hashlib.sha256()
     while piece := file.read(CHUNK_BYTES if size is None else min(CHUNK_BYTES, size)):
         if stopped.is_set():
-            raise Stopped(SHUTDOWN_MESSAGE)
+            raise WorkCancelled(SHUTDOWN_MESSAGE)
         digest.update(piece)
         size = None if size is None else size - len(piece)
     return digest
@@ -107,7 +110,7 @@ class _CopyPlan:
 def copy_tree(
     source: Path, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes
 ) -> None:
-    """Copy the folder `source` to the new folder `target`. Raise BadSource, Stopped or OSError."""
+    """Copy the folder `source` to the new folder `target`. Raise BadSource, WorkCancelled or OSError."""
     plan = _plan_copy(source, stopped)
     check_free_space(target.parent, plan.total)
     for relative, mode in plan.folders:
@@ -140,7 +143,7 @@ class _FolderCopy:
         with os.fdopen(descriptor, "rb") as reader, open(target, "xb") as writer:
             while piece := reader.read(self._throttle.piece_bytes):
                 if self._stopped.wait(self._throttle.pause(len(piece))):
-                    raise Stopped(SHUTDOWN_MESSAGE)
+                    raise WorkCancelled(SHUTDOWN_MESSAGE)
                 writer.write(piece)
                 self._done += len(piece)
                 self.show(name)
@@ -152,7 +155,7 @@ def _plan_copy(source: Path, stopped: threading.Event) -> _CopyPlan:
     pending = [Path()]
     while pending:
         if stopped.is_set():
-            raise Stopped(SHUTDOWN_MESSAGE)
+            raise WorkCancelled(SHUTDOWN_MESSAGE)
         folder = pending.pop()
         plan.folders.append((folder, stat.S_IMODE(os.lstat(source / folder).st_mode) & 0o777))
         with os.scandir(source / folder) as entries:

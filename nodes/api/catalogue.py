@@ -22,7 +22,7 @@ from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 
 INVENTORY_MAX_AGE = 300.0
 """Age in seconds from which a request for the catalogue refreshes a node's inventory."""
-MAX_ITEMS, DEFAULT_ITEMS = 9999, 9
+MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE = 9999, 9
 SORT_KEYS = ("name", "repository", "license", "status")
 SORT_DIRECTIONS = ("asc", "desc")
 
@@ -74,7 +74,9 @@ _LIST_PARAMETERS = [
     ),
     base.query_parameter("tag", _SEARCH_SCHEMA, "Only entries with this tag."),
     base.query_parameter("page", base.integer_schema(1, FARTHEST, 1), "Which page."),
-    base.query_parameter("items", base.integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Entries on a page."),
+    base.query_parameter(
+        "items", base.integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "Entries on a page."
+    ),
     base.query_parameter(
         "sort", base.enum_schema(SORT_KEYS), "The order; `status` has installed ones first."
     ),

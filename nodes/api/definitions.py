@@ -33,7 +33,7 @@ from nodes.models import DefinitionOrigin
 from nodes.registry.listing import FARTHEST
 from operations.api.serializers import job_fields, requester_of
 
-MAX_ITEMS, DEFAULT_ITEMS = 1000, 100
+MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE = 1000, 100
 MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
 """Maximum and default number of revisions on a page. Each revision has its diff."""
 _NAME_PARAMETER = OpenApiParameter(
@@ -45,7 +45,7 @@ _LIST = [
     query_parameter("origin", shapes.ORIGIN_SCHEMA, "Where it comes from."),
     query_parameter("state", shapes.STATE_SCHEMA, "Its state."),
     _PAGE_NUMBER,
-    query_parameter("items", integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Definitions on a page."),
+    query_parameter("items", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "Definitions on a page."),
 ]
 _DELETION = [
     _NAME_PARAMETER,
@@ -102,7 +102,7 @@ class DefinitionsView(_DefinitionRoute):
             "definitions": [shapes.SUMMARY_EXAMPLE],
             "total": 1,
             "page": 1,
-            "items": DEFAULT_ITEMS,
+            "items": DEFAULT_PAGE_SIZE,
             "unusable": [
                 {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
             ],

@@ -42,7 +42,7 @@ from nodes.sources.references import GalleryRef
 from operations.api.serializers import STARTED_SHAPE, job_fields
 from operations.ledger.admission import Admission
 
-MAX_ITEMS, DEFAULT_ITEMS = 9999, 21
+MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE = 9999, 21
 MAX_CONTEXTS = 16
 _CONTEXT_EXAMPLE = 8192
 AVAILABLE_MODEL_SHAPE = Shape(
@@ -338,7 +338,7 @@ _LIST = [
     base.query_parameter("tag", _SEARCH, "Only entries with this tag."),
     base.query_parameter("backend", _SEARCH, "Only entries that state this backend."),
     base.query_parameter("page", base.integer_schema(1, FARTHEST), "Which page."),
-    base.query_parameter("items", base.integer_schema(1, MAX_ITEMS), "On a page."),
+    base.query_parameter("items", base.integer_schema(1, MAX_PAGE_SIZE), "On a page."),
     base.query_parameter("sort", base.enum_schema(SORT_KEYS), "The order."),
     base.query_parameter("order", base.enum_schema(SORT_DIRECTIONS), "The direction of the order."),
 ]
@@ -358,7 +358,7 @@ class ModelsView(base.ModelRoute):
         """Returns the models of the galleries. `/api/catalogue` also tells which of them fit."""
         query = base.read_query(request, _LIST)
         wanted = {name: query[name].casefold() for name in ("term", "tag", "backend")}
-        page, items, sort = query["page"] or 1, query["items"] or DEFAULT_ITEMS, query["sort"]
+        page, items, sort = query["page"] or 1, query["items"] or DEFAULT_PAGE_SIZE, query["sort"]
         entries, installed = catalogue.readable_offer().builds, catalogue.installed_names()
         jobs = catalogue.active_imports()
         chosen = [entry for entry in entries if _is_wanted(entry, **wanted)]

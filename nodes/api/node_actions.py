@@ -37,7 +37,7 @@ REASON_EXAMPLE = {"reason": "ticket 4711"}
 class NodeIdField(Strict, serializers.UUIDField):
     """A node's id as a JSON string."""
 
-    accepts = str
+    accepted_type = str
     complaint = "must be a node's id"
 
 

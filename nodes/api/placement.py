@@ -16,7 +16,7 @@ from nodes.api.base import JOB_ID, MODEL_PATH, MOMENT, NODE_ID
 from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, ModelName, check_model_name
 from nodes.api.scheduling import SchedulingRoute, SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
-from nodes.definitions.headers import UnreadableHeader, parse_config, parse_header
+from nodes.definitions.headers import UnreadableHeader, parse_config_json, parse_header
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import fit_summaries, load_explanation, load_request, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
@@ -249,7 +249,7 @@ class PlanFileSerializer(NullIsAbsent):
             if (name := "header") in attrs:
                 header = parse_header(attrs[name], size)
             elif (name := "config") in attrs:
-                header = parse_config(attrs[name])
+                header = parse_config_json(attrs[name])
         except (UnusableDefinition, UnreadableHeader) as error:
             raise serializers.ValidationError({name: str(error)}) from None
         return {"definition": definition, "files": ModelFiles(size, size, header)}

@@ -22,7 +22,7 @@ from nodes.sources.plans import ImportPlan
 from operations.api.serializers import JOB_FIELDS, job_fields, requester_of
 from operations.ledger.admission import Admission
 
-MAX_ITEMS, DEFAULT_ITEMS = 1000, 50
+MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE = 1000, 50
 MAX_SIZE = 2**60
 IMPORT_STARTED_SHAPE = Shape(
     "ImportStarted",
@@ -105,7 +105,9 @@ _CATALOGUE = [
     base.query_parameter("size", base.integer_schema(1, MAX_SIZE), "Only models of at most so many bytes."),
     base.query_parameter("fits", base.enum_schema(("true", "false")), "Only those that fit."),
     base.query_parameter("page", base.integer_schema(1, FARTHEST, 1), "Which page."),
-    base.query_parameter("items", base.integer_schema(1, MAX_ITEMS, DEFAULT_ITEMS), "Models on a page."),
+    base.query_parameter(
+        "items", base.integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "Models on a page."
+    ),
 ]
 
 
@@ -194,7 +196,7 @@ class ImportView(_SourceView):
             now=clock.now(),
         )
         refuse_defined(plan)
-        admission = start_import(request, plan, load=fields.get("load", False))
+        admission = start_import(request, plan, load_after_import=fields.get("load", False))
         return Response(import_body(admission, plan.name), status=202)
 
 
@@ -204,13 +206,13 @@ def refuse_defined(plan: ImportPlan) -> None:
         raise Conflict(f"a model {plan.name} is defined: choose another name, or edit it", field="name")
 
 
-def start_import(request: Request, plan: ImportPlan, *, load: bool = False) -> Admission:
+def start_import(request: Request, plan: ImportPlan, *, load_after_import: bool = False) -> Admission:
     """Start the import in the name of the request's user, or join the running one."""
     return request_import(
         plan,
         by=requester_of(request),
         now=clock.now(),
-        load=load,
+        load_after_import=load_after_import,
     )
 
 
@@ -236,7 +238,7 @@ class CatalogueView(_SourceView):
             "models": [_ENTRY_EXAMPLE],
             "total": 1,
             "page": 1,
-            "items": DEFAULT_ITEMS,
+            "items": DEFAULT_PAGE_SIZE,
             "tasks": ["chat"],
             "licences": ["apache-2.0"],
             "galleries": ["localai"],

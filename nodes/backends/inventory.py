@@ -115,7 +115,7 @@ def contactable_nodes() -> BackendNodeQuerySet:
     return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
 
 
-def request_for(node: BackendNode) -> InventoryRequest:
+def unscheduled_request(node: BackendNode) -> InventoryRequest:
     """Create a request for one node outside the schedule.
 
     If another caller changes the due time after the read, the changed time stays, so the node is queried
@@ -341,7 +341,7 @@ async def refresh(bus: Bus, node: BackendNode) -> bool:
     with contextlib.suppress(DatabaseError):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHORT_LIMIT):
-                if await request_list(bus, request_for(node)):
+                if await request_list(bus, unscheduled_request(node)):
                     return True
         await in_thread(make_due, node.id, now=clock.now())
     return False

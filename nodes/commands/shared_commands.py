@@ -72,7 +72,7 @@ async def join_or_send(
         flight.waiting.remove(on_progress)
         if not flight.waiting and not task.done():
             _forget(flights, key, task)
-            await cancellation.end(task)
+            await cancellation.cancel_and_wait(task)
 
 
 def _forget(

@@ -276,7 +276,7 @@ _SLIDING_ATTENTION, _LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 def read_config(path: Path) -> Header | None:
     """Read the `config.json` of a safetensors model; None if it is absent. Raises UnreadableHeader."""
     try:
-        return parse_config(read_json(path))
+        return parse_config_json(read_json(path))
     except FileNotFoundError:
         return None
 
@@ -293,7 +293,7 @@ def read_json(path: Path) -> object:
         raise UnreadableHeader("it is not JSON") from error
 
 
-def parse_config(config: object) -> Header:
+def parse_config_json(config: object) -> Header:
     """Return the header that a `config.json` describes; raise UnreadableHeader."""
     text = config.get("text_config", config) if isinstance(config, dict) else None
     if not isinstance(text, dict):

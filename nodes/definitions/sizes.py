@@ -71,8 +71,8 @@ class ModelFiles:
 def measure(folder: Path, definition: Definition) -> ModelFiles:
     """Measure the files that the definition names; raise OSError."""
     options, at_source = definition.options, files_at_source(folder, definition.files)
-    named = {name: path_inside(folder, options.get(name)) for name in ("Model", *FILE_OPTIONS)}
-    adapters = [path_inside(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
+    named = {name: safe_join(folder, options.get(name)) for name in ("Model", *FILE_OPTIONS)}
+    adapters = [safe_join(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
     payload = sum(size for _, size in files_of(folder, definition))
     weights, header = _read_weights(named["Model"], at_source)
     draft, draft_header = _read_weights(named["DraftModel"], at_source)
@@ -85,7 +85,7 @@ def named_paths(folder: Path, definition: Definition) -> set[Path]:
     """Return the paths of all files and folders that the definition names, even if they do not exist."""
     options = definition.options
     texts = (*(options.get(name) for name in ("Model", *FILE_OPTIONS)), *options.get(ADAPTERS, ()))
-    return {path for text in texts if (path := path_inside(folder, text)) is not None}
+    return {path for text in texts if (path := safe_join(folder, text)) is not None}
 
 
 def records_in_definition(
@@ -112,11 +112,11 @@ def with_file_paths(folder: Path, model: str, options: Mapping[str, Any]) -> dic
 
     Only for workers that share the folder. An engine that downloads its model uses only the model's name.
     """
-    path = path_inside(folder, model)
+    path = safe_join(folder, model)
     return dict(options) if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
 
 
-def path_inside(folder: Path, text: object) -> Path | None:
+def safe_join(folder: Path, text: object) -> Path | None:
     """Return the path in the folder that a text in an option names; None if it leads out of the folder."""
     if not isinstance(text, str) or "\0" in text:
         return None
@@ -281,7 +281,7 @@ _MAX_TEMPLATE_LENGTH = 1024 * 1024
 
 def template_has_tools(folder: Path, definition: Definition) -> bool:
     """Return True if the model's GGUF file is known to have a chat template that supports tools. Blocks."""
-    path = path_inside(folder, definition.model)
+    path = safe_join(folder, definition.model)
     if path is None:
         return False
     try:

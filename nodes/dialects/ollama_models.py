@@ -25,7 +25,7 @@ from localai_cluster.web.wire import Answer
 from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_NAME, Definition, UnusableDefinition
 from nodes.definitions.folder import folder
-from nodes.definitions.sizes import path_inside
+from nodes.definitions.sizes import safe_join
 from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, to_settings
 from nodes.dialects.models import StatusResponse, status_lines
 from nodes.gateway import gateway
@@ -209,7 +209,7 @@ def _find_file(text: str) -> str | None:
     if not text or len(text) > MAX_NAME or names.find_unprintable(text):
         return None
     models = folder().path
-    path = path_inside(models, text)
+    path = safe_join(models, text)
     if path is None or not os.path.lexists(path) or not path.resolve().is_relative_to(models.resolve()):
         return None
     return PurePosixPath(text).as_posix() if path != models else None

@@ -22,7 +22,7 @@ from nodes.gateway.endpoint import StreamedAnswer, confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.sources import inspection
-from nodes.sources.finding import Finder
+from nodes.sources.finding import SourceFinder
 from nodes.sources.plans import ImportPlan
 from nodes.sources.references import HubRef, ImageRef, recognise
 from operations.executor.work import in_thread
@@ -88,7 +88,7 @@ async def _plan_import(name: str) -> ImportPlan:
     if not isinstance(reference, ImageRef | HubRef):
         raise Forbidden("only models of Ollama's registry and of Hugging Face can be pulled")
     # Not on this event loop: a header of megabytes is parsed.
-    found = await asyncio.to_thread(lambda: asyncio.run(Finder(settings).find(reference)))
+    found = await asyncio.to_thread(lambda: asyncio.run(SourceFinder(settings).find(reference)))
     return await in_thread(
         lambda: inspection.plan_of(found, name=name.removesuffix(":latest"), now=clock.now())
     )

@@ -127,7 +127,7 @@ def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_IT
     `earlier` has the stored items to which the request refers.
     """
     openai_common.refuse_fields(
-        fields, UNSUPPORTED_FIELDS if earlier.is_kept else UNSUPPORTED_FIELDS | UNSUPPORTED_WITHOUT_STORE
+        fields, UNSUPPORTED_FIELDS if earlier.has_store else UNSUPPORTED_FIELDS | UNSUPPORTED_WITHOUT_STORE
     )
     known_fields = {**fields, "input": strip_unknown_items(fields.get("input"))}
     body = wire.parse_struct(known_fields, ResponsesBody)
@@ -159,7 +159,7 @@ def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_IT
         ),
         stream=bool(body.stream),
         client_field_names=_CLIENT_FIELD_NAMES,
-        echo=_echoed_fields(body) | {"store": earlier.is_kept and body.store is not False},
+        echo=_echoed_fields(body) | {"store": earlier.has_store and body.store is not False},
         tool_namespaces=tools.namespaces,
     )
 

@@ -94,7 +94,7 @@ _NO_STORE_MESSAGE = "nothing is kept here; send the item itself (clients do with
 class StoredItems:
     """Stored input and output items to which a request refers."""
 
-    is_kept: bool = False
+    has_store: bool = False
     """True if the caller's responses are stored."""
     items: Sequence[Mapping[str, Any]] = ()
     """The items of the conversation that `previous_response_id` continues."""
@@ -171,7 +171,7 @@ def _resolve_references(items: Sequence[Item], earlier: StoredItems) -> Iterator
         elif item.id in earlier.by_id:
             yield InputEntry(path, _parse_stored_item(earlier.by_id[item.id]))
         elif not item.id.startswith(_THOUGHT_ID_PREFIX) or number == len(items) - 1:
-            reason = "no stored item has this id" if earlier.is_kept else _NO_STORE_MESSAGE
+            reason = "no stored item has this id" if earlier.has_store else _NO_STORE_MESSAGE
             raise field_error(path, f"{item.id[:100]}: {reason}")
 
 

@@ -179,7 +179,7 @@ async def _embed_texts(
     try:
         await asyncio.gather(*callers)
     finally:
-        await cancellation.end(*callers)
+        await cancellation.cancel_and_wait(*callers)
     return results
 
 

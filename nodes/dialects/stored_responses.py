@@ -129,7 +129,7 @@ class CallerStore:
         # An item's id begins with that of its response.
         named = {f"{_ID_PREFIX}{parts[1]}" for name in references if len(parts := name.split("_")) == 3}
         if not previous and not named:
-            return StoredContext(StoredItems(is_kept=True))
+            return StoredContext(StoredItems(has_store=True))
         parameters = self.parameters(
             clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_CHAIN_LENGTH
         )
@@ -146,7 +146,7 @@ class CallerStore:
             for item in (*orjson.loads(input_items), *orjson.loads(output_items))
         ]
         used = tuple(sorted({row[1] for row in rows}))
-        return StoredContext(StoredItems(is_kept=True, items=items, by_id=by_id), used)
+        return StoredContext(StoredItems(has_store=True, items=items, by_id=by_id), used)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class ResponseRecord:
         output = wire.encode(response.pop("output"))
         response_json = wire.encode(response)
         size = _ROW_OVERHEAD_BYTES + len(self.input) + len(output) + len(response_json)
-        now, space = clock.now(), conf.cluster().response_space
+        now, space = clock.now(), conf.cluster().response_storage_limit
         if size > min(space, MAX_BODY_BYTES):
             self.echo["store"] = False
             return

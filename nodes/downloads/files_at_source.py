@@ -15,7 +15,7 @@ from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.definitions.files import Definition, UnusableDefinition, parse_file
 from nodes.definitions.recorded_files import FileConflict, RecordedFile, downloads_on_worker, is_lasting
 from nodes.definitions.rows import SOURCE_PREFIX
-from nodes.definitions.sizes import path_inside, records_in_definition, shards
+from nodes.definitions.sizes import records_in_definition, safe_join, shards
 from nodes.downloads.downloader import DownloadMeter
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import MAX_BYTES, ImportPlan, SourceFile
@@ -60,7 +60,7 @@ async def record_files(
         return left
     options = parse_file(plan.text.encode(), SOURCE_PREFIX + plan.name).options
     named = [
-        path for name in _OPTIONS_WITH_HEADER if (path := path_inside(Path(), options.get(name))) is not None
+        path for name in _OPTIONS_WITH_HEADER if (path := safe_join(Path(), options.get(name))) is not None
     ]
     for file in files:
         meter.now = f"reading the header of {file.path}"

@@ -86,8 +86,10 @@ _SAVING_PERCENT = 99.0
 """O26: progress in percent while the definition is saved."""
 
 
-def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool = False) -> Admission:
-    """Create the import, or join the active import of the same plan. `load`: load the model afterwards.
+def request_import(
+    plan: ImportPlan, *, by: Requester, now: datetime, load_after_import: bool = False
+) -> Admission:
+    """Create the import, or join the active import of the same plan.
 
     Raises InvalidInput for a forbidden plan or a definition that could not be saved, and Conflict while
     another plan of the same name is active.
@@ -95,7 +97,8 @@ def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool
     check_files(plan.files)
     store.check(plan.name, plan.text)  # before gigabytes are downloaded for it
     row = store.find(plan.name)
-    payload = {PLAN: plan.as_payload(), LOAD: load, REVISION: row.revision if row is not None else 0}
+    revision = row.revision if row is not None else 0
+    payload = {PLAN: plan.as_payload(), LOAD: load_after_import, REVISION: revision}
     request = OperationRequest(
         KIND,
         key=f"import:{plan.name}",
@@ -107,7 +110,7 @@ def request_import(plan: ImportPlan, *, by: Requester, now: datetime, load: bool
     if not admission.created:
         if _plan_of(admission.operation) != plan or FILES_ONLY in admission.operation.payload:
             raise exclusion_error(admission.operation)
-        if load:
+        if load_after_import:
             _make_joined_import_load(admission.operation)
     return admission
 

@@ -283,7 +283,7 @@ async def stop() -> None:
     running, _running_resources = _running_resources, None
     if running is None:
         return
-    await cancellation.end(running.listener)
+    await cancellation.cancel_and_wait(running.listener)
     if running.by_prefix is not None:
         await running.by_prefix.stop()
     await running.loads.close()

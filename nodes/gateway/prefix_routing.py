@@ -194,5 +194,5 @@ class PrefixService:
     async def stop(self) -> None:
         """Stop the tasks and close the bus."""
         hooks.on_removed.remove(self._outbox.queue_removal)
-        await cancellation.end(*self._tasks)
+        await cancellation.cancel_and_wait(*self._tasks)
         await self._bus.close()

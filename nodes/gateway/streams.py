@@ -194,7 +194,7 @@ async def respond(
     if head.generation.stream:
         deltas = generate.stream(request, head.generation)
         if keep is not None:
-            deltas = _store_at_end(deltas, head, keep)
+            deltas = _store_after_last_delta(deltas, head, keep)
         return EventStream(request, dialect.stream_format(head), deltas)
     response = await generate.generate(request, head.generation)
     if keep is not None:
@@ -202,7 +202,7 @@ async def respond(
     return Answer(dialect.render_response(head, response), headers=tuple(node_header(request)))
 
 
-async def _store_at_end(
+async def _store_after_last_delta(
     deltas: AsyncGenerator[TextDelta, None], head: Head, keep: StoreResponse
 ) -> AsyncGenerator[TextDelta, None]:
     seen = []

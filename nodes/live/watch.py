@@ -243,7 +243,7 @@ class NodeFeed:
         """Number of consecutive Redis pings without an answer."""
         self.history = History(secrets.token_hex(6))
         self.notices: list[Notice] = []
-        self.change_messages: dict[str, dict[str, Any]] = {}
+        self.revision_messages: dict[str, dict[str, Any]] = {}
         """Messages about changed lists, by message type."""
         self.polls = 0
         self.watchers = 0
@@ -272,7 +272,7 @@ class NodeFeed:
                 if self._has_read and sent_notices is not self.notices:
                     sent_notices = self.notices
                     yield _encode_json(shapes.NOTICES.of(notices=sent_notices))
-                for kind, hint in self.change_messages.items() if self._has_read else ():
+                for kind, hint in self.revision_messages.items() if self._has_read else ():
                     if hints.get(kind) != hint:
                         hints[kind] = hint
                         yield _encode_json(hint)
@@ -319,7 +319,7 @@ class NodeFeed:
             self.watchers -= 1
             if not self.watchers:
                 running, self._running = self._running, None
-                await cancellation.end(running)
+                await cancellation.cancel_and_wait(running)
 
     async def _run(self) -> None:
         woken = asyncio.Event()
@@ -338,7 +338,7 @@ class NodeFeed:
                         await woken.wait()
                         await asyncio.sleep(max(GATHER_SECONDS, pause))
         finally:
-            await cancellation.end(hearing, pinging, measuring)
+            await cancellation.cancel_and_wait(hearing, pinging, measuring)
 
     async def _keep_pinging(self) -> None:
         self._unanswered = 0
@@ -386,11 +386,11 @@ class NodeFeed:
         self.polls += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
-        before, self.change_messages = self.change_messages, _change_messages(snapshot)
+        before, self.revision_messages = self.revision_messages, _revision_messages(snapshot)
         self._wake_watchers(
             active_notices(self._collect_facts(snapshot), _notice_settings(), now),
             moved,
-            self.change_messages != before,
+            self.revision_messages != before,
         )
 
     def _collect_facts(self, snapshot: Snapshot) -> ClusterFacts:
@@ -428,7 +428,7 @@ class NodeFeed:
             turn.set()
 
 
-def _change_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+def _revision_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
     check_state = snapshot.backends
     backends = shapes.BACKENDS_CHANGED.of(
         revision=check_state.revision,

@@ -31,7 +31,7 @@ from operations.ledger.admission import Admission, OperationRequest, Requester, 
 from operations.ledger.attempts import lock_owned
 from operations.ledger.progress import Tick
 
-KIND = drains.REMOVE
+KIND = drains.REMOVE_DEFINITION_KIND
 _MAX_SHOWN_NAMES = 100
 
 
@@ -133,5 +133,5 @@ async def _remove_files(models: Folder, row: ModelDefinition, work: Work) -> Fil
 
 def _own_paths(models: Path, own: Iterable[Definition], fetched: Iterable[str]) -> set[str]:
     paths = {Path(path) for definition in own for path, _ in sizes.files_of(models, definition)}
-    paths |= {path for text in fetched if (path := sizes.path_inside(models, text)) is not None}
+    paths |= {path for text in fetched if (path := sizes.safe_join(models, text)) is not None}
     return {path.relative_to(models).as_posix() for path in paths}

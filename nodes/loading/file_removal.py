@@ -94,7 +94,7 @@ class _MovedFiles:
         """Move the files into the hidden folder, each with its checksum files."""
         with self._lock:
             for path in paths:
-                file = sizes.path_inside(self._models, path)
+                file = sizes.safe_join(self._models, path)
                 if file is None or self._closed.is_set():
                     continue
                 if reason := self._reason_to_keep(path, file, in_use):

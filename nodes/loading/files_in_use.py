@@ -57,7 +57,7 @@ class FilesInUse:
                 for part in _parts(path):
                     reader.add(part)
         for text in fetched:
-            if (file := sizes.path_inside(models, text)) is not None:
+            if (file := sizes.safe_join(models, text)) is not None:
                 reader.add(file)
         return cls(frozenset(reader.paths), problem or reader.problem)
 

@@ -265,7 +265,7 @@ async def _record_without_node(
         payload = {**operation.payload, LACKS_ROOM: question.fits_by_replacement}
         payload.pop(TURN, None)
         payload |= {TURN: str(turn[0])} if turn is not None else {}
-        payload = load_request.need_into_payload(payload, question.view.need)
+        payload = load_request.payload_with_need(payload, question.view.need)
         payload = into_payload(payload, backoffs)
         outcome = retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
     is_abandoned = isinstance(outcome, Abandoned)
@@ -298,7 +298,7 @@ async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> ContactResult:
             silent.add(node.id)
         return ContactResult(None, frozenset(silent))
     finally:
-        await cancellation.end(*tasks.values())
+        await cancellation.cancel_and_wait(*tasks.values())
 
 
 async def _contact_node(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:

@@ -291,14 +291,14 @@ def estimate_need(
     )
 
 
-def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
+def payload_with_need(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
     """Return a copy of the payload with the need of the load."""
     needed = {VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
     return {**payload, **needed, VRAM_SHARE: need.vram_share, CARDS: need.cards}
 
 
-def need_from_payload(payload: Mapping[str, Any]) -> Need:
-    """Return the need in an operation's payload; an empty need before the first placement."""
+def parse_need(payload: Mapping[str, Any]) -> Need:
+    """Return the need in an operation's payload, which `payload_with_need` adds; without it an empty need."""
     need = _need_of(
         payload.get(VRAM, 0),
         payload.get(DISK, 0),

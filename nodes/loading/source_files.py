@@ -42,7 +42,7 @@ from nodes.definitions.sizes import (
     FILE_OPTIONS,
     MAX_FILES,
     SIDES,
-    path_inside,
+    safe_join,
     shards,
     without_side_files,
 )
@@ -275,7 +275,7 @@ class _FolderReader:
         if "\0" in text:
             return
         if option not in _NAMED_VALUE_OPTIONS and not os.path.isabs(text):
-            path = path_inside(self._folder, text)
+            path = safe_join(self._folder, text)
             yield from () if path is None else (path,)
             return
         for base in (self._folder, *self._model_folders):

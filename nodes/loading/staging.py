@@ -75,8 +75,8 @@ _PLAN_TIMEOUT = 10.0
 _CHANGE_RETRY_SECONDS = 2.0
 _REGISTRATION_SECONDS = 10.0
 """Seconds in which a restarted worker has registered again."""
-_STAGED_PERCENT = 90.0
-"""Progress in percent of a load whose files have arrived."""
+_PROGRESS_AFTER_STAGING = 90.0
+"""Percent of a load's progress at which all its files have arrived."""
 MAX_TRANSFERS_PER_NODE = 4
 """Maximum parallel file transfers to one node."""
 MAX_TRANSFERS = 16
@@ -454,7 +454,7 @@ async def _report_progress(attempt: Attempt, meter: UploadMeter) -> NoReturn:
 
 
 def _tick(attempt: Attempt, meter: UploadMeter, *, progress_at: datetime | None = None) -> Tick:
-    return attempt.tick(PHASE, **meter.figures(_STAGED_PERCENT, progress_at))
+    return attempt.tick(PHASE, **meter.figures(_PROGRESS_AFTER_STAGING, progress_at))
 
 
 def store_staged_bytes(node_id: UUID, model_name: str, size: int, *, now: datetime) -> None:

@@ -249,7 +249,9 @@ class Loads:
 
     async def close(self) -> None:
         """Stop following the loads; the operations continue."""
-        await cancellation.end(*(load.task for load in self._loads.values() if load.task is not None))
+        await cancellation.cancel_and_wait(
+            *(load.task for load in self._loads.values() if load.task is not None)
+        )
 
     def _start_wait(self, request: WaitingRequest) -> ModelWait:
         load = self._loads[request.model] = ModelWait(_new_turn())

@@ -284,7 +284,7 @@ def retire_replica(replica_id: UUID, reason: str, now: datetime) -> None:
     operation then stops its engine.
     """
     with transaction.atomic():
-        row = terminations.lock_idle(replica_id, since=now - RETIRE_IDLE_AFTER)
+        row = terminations.lock_idle(replica_id, idle_since=now - RETIRE_IDLE_AFTER)
         if row is None:
             raise errors.Conflict("the replica is in use again, or gone")
         if not terminations.keeps_minimum(row):

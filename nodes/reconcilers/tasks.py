@@ -138,7 +138,9 @@ def prune_timeline() -> None:
     prunes.append((StoredResponse.objects.prune, responses_before))
     prunes += [(prune, now - store.RETENTION) for prune in (store.prune_revisions, store.prune_deleted)]
     for rows, oldest in ((PlacementRecord.objects, before), (PlacementLog.objects, snapshots_before)):
-        prunes.append((rows.prune, max(oldest, rows.retention_cutoff(cluster.decision_space) or oldest)))
+        prunes.append(
+            (rows.prune, max(oldest, rows.retention_cutoff(cluster.decision_storage_limit) or oldest))
+        )
     deadline = clock.monotonic() + PRUNE_SECONDS
     for prune, since in prunes:
         while _prune_chunk(prune, since) == PRUNE_CHUNK_ROWS and clock.monotonic() < deadline:

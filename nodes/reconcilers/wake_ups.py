@@ -82,7 +82,7 @@ def _could_take_load(
     now: datetime,
 ) -> bool:
     node_backoffs, request = backed_off_nodes(from_payload(operation.payload), now), request_of(operation)
-    need = load_request.need_from_payload(operation.payload)
+    need = load_request.parse_need(operation.payload)
     return any(
         find_refusal(
             replace(node, used_indices=frozenset(taken_slots.get(node.id, ()))),

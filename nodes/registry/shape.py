@@ -74,7 +74,12 @@ def fact_column(at: str, by: str, reason: str) -> Combinable:
 
 def _fact(name: str, at: str, by: str, reason: str, meaning: str = "") -> Field:
     return column(
-        name, FACT_SHAPE.ref, meaning, source=fact_column(at, by, reason), nullable=True, inner=FACT_SHAPE
+        name,
+        FACT_SHAPE.ref,
+        meaning,
+        source=fact_column(at, by, reason),
+        nullable=True,
+        value_shape=FACT_SHAPE,
     )
 
 
@@ -311,7 +316,7 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             DRAIN_SHAPE.ref,
             source=DRAIN_SHAPE.read(unless_null="drained_at"),
             nullable=True,
-            inner=DRAIN_SHAPE,
+            value_shape=DRAIN_SHAPE,
         ),
     ),
     (
@@ -321,7 +326,7 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             LIVE_DRAIN_SHAPE.ref,
             source=LIVE_DRAIN_SHAPE.read(unless_null="drained_at"),
             nullable=True,
-            inner=LIVE_DRAIN_SHAPE,
+            value_shape=LIVE_DRAIN_SHAPE,
         ),
     ),
     (
@@ -334,7 +339,7 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
                 unless_null="joined_with", token=text("joined_with"), note=F("joined_note"), by=F("joined_by")
             ),
             nullable=True,
-            inner=JOINED_SHAPE,
+            value_shape=JOINED_SHAPE,
         ),
     ),
     (ALL_VIEWS, column("worker_version", TEXT, "Of our worker, from its last registration.", optional=True)),
@@ -344,7 +349,7 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ),
     (
         (DETAIL_VIEW,),
-        column("identity", IDENTITY_SHAPE.ref, source=IDENTITY_SHAPE.read(), inner=IDENTITY_SHAPE),
+        column("identity", IDENTITY_SHAPE.ref, source=IDENTITY_SHAPE.read(), value_shape=IDENTITY_SHAPE),
     ),
     ((DETAIL_VIEW, LIVE_VIEW), column("revision", count(), "Moves with every change but heartbeats.")),
     ((DETAIL_VIEW,), field("overrides", OVERRIDES_SHAPE.ref)),
@@ -354,7 +359,7 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ),
     (
         (DETAIL_VIEW,),
-        column("inventory", INVENTORY_SHAPE.ref, source=INVENTORY_SHAPE.read(), inner=INVENTORY_SHAPE),
+        column("inventory", INVENTORY_SHAPE.ref, source=INVENTORY_SHAPE.read(), value_shape=INVENTORY_SHAPE),
     ),
     (
         (DETAIL_VIEW, LIVE_VIEW),
@@ -364,7 +369,7 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             "Null while its file port answers.",
             source=FILE_PORT_SHAPE.read(unless_null="file_port_failed_at"),
             nullable=True,
-            inner=FILE_PORT_SHAPE,
+            value_shape=FILE_PORT_SHAPE,
         ),
     ),
     ((LIVE_VIEW,), field("models", LIVE_MODEL.many)),

@@ -136,7 +136,7 @@ def _return_to_picks(rows: Sequence[NodeModel]) -> None:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
 
 
-UNLOAD, DELETE, REMOVE = "model_unload", "model_delete", "definition_delete"
+UNLOAD_KIND, DELETE_KIND, REMOVE_DEFINITION_KIND = "model_unload", "model_delete", "definition_delete"
 """Kinds of operations that drain and stop replicas."""
 UNLOADABLE_STATES = (ReplicaState.LOADED, ReplicaState.UNLOADING)
 """States of a replica in which it has an engine that an unload can stop."""
@@ -258,7 +258,7 @@ def has_no_operation() -> Q:
     """
     about = OperationTarget.objects.filter(
         operation__status__in=ACTIVE,
-        operation__kind__in=(UNLOAD, DELETE, REMOVE),
+        operation__kind__in=(UNLOAD_KIND, DELETE_KIND, REMOVE_DEFINITION_KIND),
         operation__element=OuterRef("model_name"),
         node_id=OuterRef("node_id"),
     ).exclude(status__in=targets.ENDED)

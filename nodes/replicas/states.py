@@ -34,7 +34,7 @@ REPORTED_STOP_REASONS = REASONS_BY_PHASE[Phase.STOPPING] - {PhaseReason.UNLOAD, 
 class PhaseRules:
     """Who owns a replica in one phase, what its deadline does, and what ends the phase."""
 
-    sentence: str
+    description: str
     owners: frozenset[OwnerKind]
     deadline: str
     """What happens at the deadline; empty if the phase has none."""

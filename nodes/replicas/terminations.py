@@ -106,14 +106,14 @@ def lock_serving(replica_id: UUID) -> NodeModel | None:
     return NodeModel.objects.loaded().filter(pk=replica_id).select_for_update(of=("self",)).first()
 
 
-def lock_idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
-    """Lock and return the replica if it serves and had no request after `since`. Needs a transaction.
+def lock_idle(replica_id: UUID, *, idle_since: datetime) -> NodeModel | None:
+    """Lock and return the replica if it serves and had no request after `idle_since`. Needs a transaction.
 
     Until the transaction ends, no request picks the replica and no other transaction drains it.
     """
     rows = NodeModel.objects.loaded().filter(pk=replica_id, in_flight=0).select_for_update(of=("self",))
     row = rows.select_related("node").first()
-    return row if row is not None and row.idle_since <= since else None
+    return row if row is not None and row.idle_since <= idle_since else None
 
 
 def has_other_replica(row: NodeModel) -> bool:

@@ -101,7 +101,7 @@ def _sentence(replicas: Mapping[Any, Any], request: Mapping[str, Any]) -> str:
     return truncate(f"{request['because']}; {outcome}", MAX_SENTENCE_LENGTH)
 
 
-UNLOAD, DELETE = drains.UNLOAD, drains.DELETE
+UNLOAD_KIND, DELETE_KIND = drains.UNLOAD_KIND, drains.DELETE_KIND
 MAX_GRACE = 3600
 """Maximum grace for running requests, in seconds."""
 
@@ -133,9 +133,9 @@ def unload(request: UnloadRequest, *, now: datetime) -> Admission:
         request.model, node_id=request.node.id if request.node else None, index=request.index
     )
     targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
-    if not targets and not Operation.objects.active().filter(key=_key(request), kind=UNLOAD).exists():
+    if not targets and not Operation.objects.active().filter(key=_key(request), kind=UNLOAD_KIND).exists():
         raise _not_loaded(request)
-    admission = _admit(request, UNLOAD, targets, now)
+    admission = _admit(request, UNLOAD_KIND, targets, now)
     if admission.created:
         _record(request, "unload", admission.operation, now)
     elif request.grace is not None:
@@ -180,7 +180,7 @@ def delete(request: UnloadRequest, *, now: datetime) -> Admission:
 
 
 def _deletion(request: UnloadRequest, targets: Targets, now: datetime) -> Admission:
-    admission = _admit(request, DELETE, targets, now)
+    admission = _admit(request, DELETE_KIND, targets, now)
     if admission.created:
         _record(request, "deletion", admission.operation, now)
     return admission

@@ -71,7 +71,7 @@ RULE_SHAPE = Shape(
             "state",
             RULE_STATE_SHAPE.ref,
             source=RULE_STATE_SHAPE.read(unless_null="checked_at"),
-            inner=RULE_STATE_SHAPE,
+            value_shape=RULE_STATE_SHAPE,
             optional=True,
         ),
         column("created_at", TIME),

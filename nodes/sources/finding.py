@@ -20,7 +20,7 @@ from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.definitions.headers import MAX_CONFIG_BYTES, Header
 from nodes.sources import galleries, images, objects, probing, shares, variants, writing
 from nodes.sources.hub import Hub, Repository
-from nodes.sources.opening import Opener, build_outbound
+from nodes.sources.opening import SourceFileOpener, build_outbound
 from nodes.sources.plans import ImportPlan, SourceFile, check_files
 from nodes.sources.references import (
     DefinitionRef,
@@ -80,13 +80,13 @@ class SourceModel:
         return ImportPlan(name, text, check_files(choice.files), self.origin, self.source)
 
 
-class Finder:
+class SourceFinder:
     """Reads sources with the credentials of the settings."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self.outbound = build_outbound(settings)
-        self.opener = Opener(settings, self.outbound)
+        self.opener = SourceFileOpener(settings, self.outbound)
         self.hub = Hub(self.outbound, settings.hugging_face_url, has_token=bool(settings.hugging_face_token))
 
     async def find(self, reference: Reference | None, entry: GalleryEntry | None = None) -> SourceModel:
@@ -306,7 +306,7 @@ class Finder:
         definition = writing.check_text(text)
         settings = writing.settings_of(text)
         files = await self.hub.pin_files(galleries.files_of_definition(settings))
-        variant = _files_variant(files, definition.model)
+        variant = _variant_of_files(files, definition.model)
         return SourceModel(
             "definition",
             definition.name,
@@ -331,7 +331,7 @@ class Finder:
         return (*(file for file, _ in sized), *files[MAX_PROBED:]), problem
 
 
-def _files_variant(files: Sequence[SourceFile], model: str, projector: str = "") -> Variant:
+def _variant_of_files(files: Sequence[SourceFile], model: str, projector: str = "") -> Variant:
     listed = tuple(RepositoryFile(file.path, file.size, file.sha256) for file in files)
     weights = sum(file.size for file in files if file.path != projector)
     beside = sum(file.size for file in files if file.path == projector)
@@ -341,7 +341,7 @@ def _files_variant(files: Sequence[SourceFile], model: str, projector: str = "")
 
 def _entry_variant(files: Sequence[SourceFile], model: str, projector: str, entry: GalleryEntry) -> Variant:
     """Return the variant of a gallery entry; if no source reports a size, use the size from the gallery."""
-    variant = _files_variant(files, model, projector)
+    variant = _variant_of_files(files, model, projector)
     stated = galleries.bytes_of(entry)
     return variant if variant.weights or not stated else replace(variant, weights=stated)
 

@@ -16,7 +16,7 @@ from localai_cluster.registries.access import RegistryError
 from localai_cluster.registries.client import Descriptor
 from localai_cluster.registries.references import ImageReference
 from nodes.sources import writing
-from nodes.sources.opening import Opener, translate_registry_error
+from nodes.sources.opening import SourceFileOpener, translate_registry_error
 from nodes.sources.plans import SourceFile, check_path
 from nodes.sources.probing import read_start
 from nodes.sources.references import OLLAMA_REGISTRY, ImageRef
@@ -51,8 +51,8 @@ _SETTING_BY_PARAMETER: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class RegistryModel:
-    """A model of a registry: its variant, the address of each file, and the metadata in its layers."""
+class RegistryImage:
+    """A model image of an OCI registry: its variant, its files' addresses, and the metadata in its layers."""
 
     variant: Variant
     folder: str
@@ -77,7 +77,7 @@ class RegistryModel:
         ]
 
 
-async def read_model(opener: Opener, reference: ImageRef) -> RegistryModel:
+async def read_model(opener: SourceFileOpener, reference: ImageRef) -> RegistryImage:
     """Read the model that a reference names in its registry; raise SourceError."""
     try:
         async with opener.registries() as client:
@@ -90,8 +90,8 @@ async def read_model(opener: Opener, reference: ImageRef) -> RegistryModel:
 
 
 async def _ollama_model(
-    opener: Opener, reference: ImageReference, layers: Sequence[Descriptor]
-) -> RegistryModel:
+    opener: SourceFileOpener, reference: ImageReference, layers: Sequence[Descriptor]
+) -> RegistryImage:
     """Return the model in an image of Ollama's format."""
     by_type: dict[str, Descriptor] = {}
     for layer in layers:
@@ -116,7 +116,7 @@ async def _ollama_model(
         projector.size if projector else 0,
     )
     path = reference.path.removeprefix("library/")
-    return RegistryModel(
+    return RegistryImage(
         variant,
         f"ollama/{path}" if reference.host == OLLAMA_REGISTRY else f"oci/{_host_part(reference)}/{path}",
         {file.path: _blob_address(reference, f"sha256:{file.sha256}") for file in files},
@@ -129,7 +129,7 @@ async def _ollama_model(
     )
 
 
-def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> RegistryModel:
+def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> RegistryImage:
     """Return the model of an artifact whose layers are files; the title of each layer is its path."""
     files, addresses = [], {}
     for index, layer in enumerate(layers):
@@ -144,7 +144,7 @@ def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> Regist
     if not found:
         raise SourceError(f"{reference} has no layer that is a model's file with a name")
     folder = f"oci/{_host_part(reference)}/{reference.path}"
-    return RegistryModel(found[0], folder, addresses)
+    return RegistryImage(found[0], folder, addresses)
 
 
 def _host_part(reference: ImageReference) -> str:
@@ -161,7 +161,7 @@ def _blob_address(reference: ImageReference, digest: str) -> str:
     return f"oci://{reference.host}/{reference.path}@{digest}"
 
 
-async def _read_layer(opener: Opener, reference: ImageReference, layer: Descriptor) -> bytes:
+async def _read_layer(opener: SourceFileOpener, reference: ImageReference, layer: Descriptor) -> bytes:
     if layer.size > _MAX_TEXT_BYTES:
         return b""
     content, _ = await read_start(
@@ -191,7 +191,7 @@ def _is_usable(key: str, value: object) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and -(2**31) <= value < 2**31
 
 
-def with_parameters(settings: dict[str, Any], model: RegistryModel) -> dict[str, Any]:
+def with_parameters(settings: dict[str, Any], model: RegistryImage) -> dict[str, Any]:
     """Add the parameters and system prompt of a model to the settings of a definition; return them."""
     for key, value in model.parameters.items():
         section = settings

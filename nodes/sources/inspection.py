@@ -21,7 +21,7 @@ from nodes.definitions import store
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading.load_request import estimate_need
 from nodes.sources import fits, galleries, variants, writing
-from nodes.sources.finding import Choice, Finder, SourceModel, Suggestion, select_choice
+from nodes.sources.finding import Choice, SourceFinder, SourceModel, Suggestion, select_choice
 from nodes.sources.hub import Repository
 from nodes.sources.plans import ImportPlan
 from nodes.sources.references import GalleryRef, NameRef, Reference, recognise
@@ -190,7 +190,7 @@ def _read_source(reference: Reference | None, entry: GalleryEntry | None) -> Sou
     """Read a source without holding a database connection."""
     if not connection.in_atomic_block:
         connection.close()
-    return async_to_sync(Finder(conf.cluster()).find)(reference, entry)
+    return async_to_sync(SourceFinder(conf.cluster()).find)(reference, entry)
 
 
 def _fit_choice(fleet: fits.FleetFit, choice: Choice) -> Row:
@@ -230,7 +230,7 @@ def _search(reference: NameRef) -> Row:
     if not connection.in_atomic_block:
         connection.close()
     try:
-        repositories = async_to_sync(Finder(conf.cluster()).hub.search)(reference.term)
+        repositories = async_to_sync(SourceFinder(conf.cluster()).hub.search)(reference.term)
     except SourceError as error:
         problems.append(error.message)
     else:

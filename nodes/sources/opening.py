@@ -63,8 +63,8 @@ class SourceOpener(Protocol):
         """Open the file at byte `offset`, for `length` bytes or all. Raise SourceError."""
 
 
-class Opener:
-    """Opens files by the addresses of plans."""
+class SourceFileOpener:
+    """Opens the files of an import plan by their addresses, with the credentials of the settings."""
 
     def __init__(self, settings: ClusterSettings, outbound: Outbound | None = None) -> None:
         self._settings = settings

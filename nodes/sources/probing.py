@@ -18,7 +18,7 @@ from nodes.definitions.headers import (
     MAX_CONFIG_BYTES,
     Header,
     UnreadableHeader,
-    parse_config,
+    parse_config_json,
     parse_figures,
     parse_header,
 )
@@ -133,7 +133,7 @@ def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
         raise SourceError(f"config.json is {problem}")
     try:
         config = json.loads(content)
-        return parse_config(config), config
+        return parse_config_json(config), config
     except (ValueError, RecursionError) as error:
         raise SourceError(f"config.json cannot be read: {str(error)[:100]}") from None
 

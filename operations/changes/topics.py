@@ -191,7 +191,7 @@ class FanOut:
                 self._texts.clear()
             if not self._cursors and self._task is not None:
                 task, self._task = self._task, None
-                await cancellation.end(task)
+                await cancellation.cancel_and_wait(task)
 
     async def _run(self) -> None:
         failing = False

@@ -126,12 +126,12 @@ class Bars(Display):
     def __init__(self, out: OutputWrapper, console: Console) -> None:
         self._out, self._ending = out, out.ending
         self._progress = _ProgressDisplay(
-            _text("{task.description}"),
+            _text_column("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
-            _text("{task.fields[size]}"),
+            _text_column("{task.fields[size]}"),
             _TimeLeftColumn(compact=True),
-            _text("{task.fields[said]}"),
+            _text_column("{task.fields[said]}"),
             console=console,
             auto_refresh=False,
         )
@@ -190,7 +190,7 @@ def display_on(out: OutputWrapper) -> Display:
     return Bars(out, console) if out.isatty() and not console.is_dumb_terminal else Lines(out)
 
 
-def _text(template: str) -> TextColumn:
+def _text_column(template: str) -> TextColumn:
     """Return a column with texts of workers, without markup and in one line."""
     return TextColumn(template, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
 
@@ -282,10 +282,10 @@ def _waits_for_choice(entry: Entry) -> bool:
 
 def _follow(id: UUID, display: Display) -> dict[str, Any]:
     """Show the operation until it has ended or waits for a choice; return it."""
-    woken = asyncio.Event()
+    changed = asyncio.Event()
     with asyncio.Runner() as runner:
         # The task stays referenced: a loop keeps only a weak one.
-        listening = runner.run(_listen(id, woken))
+        listening = runner.run(_start_listening(id, changed))
         while True:
             entry = _read(id)
             if entry is not None:
@@ -293,7 +293,7 @@ def _follow(id: UUID, display: Display) -> dict[str, Any]:
                 if entry["status"] in TERMINAL or _waits_for_choice(entry):
                     listening.cancel()
                     return entry
-            runner.run(_wait_for_change(woken))
+            runner.run(_wait_for_change(changed))
 
 
 def _read(id: UUID) -> dict[str, Any] | None:
@@ -309,23 +309,23 @@ def _read(id: UUID) -> dict[str, Any] | None:
     return entry
 
 
-async def _listen(id: UUID, woken: asyncio.Event) -> "asyncio.Task[None]":
-    return asyncio.create_task(_set_on_change(id, woken), name="news of an operation")
+async def _start_listening(id: UUID, changed: asyncio.Event) -> "asyncio.Task[None]":
+    return asyncio.create_task(_set_on_change(id, changed), name="news of an operation")
 
 
-async def _set_on_change(id: UUID, woken: asyncio.Event) -> None:
+async def _set_on_change(id: UUID, changed: asyncio.Event) -> None:
     async for _, payload in events.listen(events.OPERATIONS):
         # Without a payload: something may have been missed.
         if not payload or payload.startswith(str(id)):
-            woken.set()
+            changed.set()
 
 
-async def _wait_for_change(woken: asyncio.Event) -> None:
+async def _wait_for_change(changed: asyncio.Event) -> None:
     """Wait until a NOTIFY names the operation, or the next read is due."""
     try:
         async with asyncio.timeout(READ_INTERVAL):
-            await woken.wait()
+            await changed.wait()
     except TimeoutError:
         return
     await asyncio.sleep(GATHER_SECONDS)
-    woken.clear()
+    changed.clear()

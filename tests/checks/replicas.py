@@ -87,7 +87,7 @@ def _phases() -> Iterator[str]:
         owners = ", ".join(sorted(rules.owners)) or "none"
         reasons = ", ".join(sorted(f"`{reason}`" for reason in rules.reasons))
         state = STATE_BY_PHASE[phase] or "none"
-        cells = (f"`{phase}`", state, owners, rules.deadline, rules.ends, reasons, rules.sentence)
+        cells = (f"`{phase}`", state, owners, rules.deadline, rules.ends, reasons, rules.description)
         yield f"| {' | '.join(cells)} |\n"
 
 

@@ -144,7 +144,7 @@ class Cluster:
 
     def _execute(self, operation: Operation) -> None:
         attempt, failure = (operation.id, operation.fence), ""
-        handlers: dict[str, Any] = {load_request.KIND: PlacedLoad, unload_requests.DELETE: DeleteModel}
+        handlers: dict[str, Any] = {load_request.KIND: PlacedLoad, unload_requests.DELETE_KIND: DeleteModel}
         handler = handlers.get(operation.kind, UnloadModel)(self.world)
         is_load = operation.kind == load_request.KIND
         try:

@@ -207,7 +207,7 @@ async def run(stop: asyncio.Event) -> None:
     log.info("controller %s is ready", owner)
     await _until_stop_or_failure(loops, stop)
     await asyncio.gather(*(executor.stop() for executor in parts.executors.values()))
-    await cancellation.end(*loops)
+    await cancellation.cancel_and_wait(*loops)
     hooks.on_removed.remove(parts.news.queue_removal)
     with contextlib.suppress(DatabaseError):
         await in_thread(controllers.delete_heartbeat, owner)

@@ -173,7 +173,7 @@ def move_complete_file(source: Path, path: Path, digest: str) -> None:
 
 
 def hash_file(path: Path, stopped: threading.Event) -> str:
-    """Return the SHA-256 of the file's content. Raise Stopped or OSError."""
+    """Return the SHA-256 of the file's content. Raise WorkCancelled or OSError."""
     with untrusted.open_file(path, follow_links=False) as file:
         return hash_of(file, stopped).hexdigest()
 
@@ -234,7 +234,7 @@ class PartialUpload:
     def digest(self, stopped: threading.Event) -> str:
         """Return the hash of the complete file.
 
-        Raise Stopped or OSError; Refusal 500 if the path no longer leads to this file.
+        Raise WorkCancelled or OSError; Refusal 500 if the path no longer leads to this file.
         """
         path_status, file_status = self._path.lstat(), os.fstat(self._file.fileno())
         if (path_status.st_dev, path_status.st_ino) != (file_status.st_dev, file_status.st_ino):

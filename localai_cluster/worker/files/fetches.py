@@ -42,7 +42,7 @@ from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.disk import Threads
 from localai_cluster.worker.files.keys import Folders, ResolvedKey
 from localai_cluster.worker.files.locks import PathLocks
-from localai_cluster.worker.source_files import BadSource, Stopped
+from localai_cluster.worker.source_files import BadSource, WorkCancelled
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Fetches:
             log.info("fetch of %s: the client reads no more", key.local)
         finally:
             fetch.halt.set()
-            await cancellation.end(running, disconnect)
+            await cancellation.cancel_and_wait(running, disconnect)
 
     async def _parse_request(self, key: ResolvedKey, exchange: Exchange) -> _Fetch:
         length = exchange.length
@@ -163,7 +163,7 @@ class Fetches:
                     await self._download(fetch, threads)
         except Refusal as refusal:
             return {"error": refusal.answer.text.strip()}
-        except Stopped:
+        except WorkCancelled:
             return {"error": "the worker is shutting down"}
         except ClusterError as error:
             log.warning("fetch of %s: %s", fetch.key.local, error.message)

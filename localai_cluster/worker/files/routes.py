@@ -33,7 +33,7 @@ from localai_cluster.worker.files.disk import FileState, PartialUpload, Threads
 from localai_cluster.worker.files.fetches import Fetches, partial_of
 from localai_cluster.worker.files.keys import Folders, ResolvedKey, decode_key, is_side_file, resolve_key
 from localai_cluster.worker.files.locks import PathLocks
-from localai_cluster.worker.source_files import Stopped
+from localai_cluster.worker.source_files import WorkCancelled
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class FileServer:
         try:
             yield
         finally:
-            await cancellation.end(cleaning_up)
+            await cancellation.cancel_and_wait(cleaning_up)
             self._threads.stopped.set()
 
     def _create_folders(self) -> None:
@@ -280,7 +280,7 @@ class FileServer:
             answer = refusal.answer
         except OSError as error:
             answer = translate_disk_error(error).answer
-        except Stopped:
+        except WorkCancelled:
             answer = Refusal(503, "the worker is shutting down").answer
         except asyncio.CancelledError:
             return  # the server ends and has cut the connection; uvicorn would log it as a failure
@@ -375,7 +375,7 @@ class FileServer:
         except TimeoutError:
             return
         finally:
-            await cancellation.end(disconnect)
+            await cancellation.cancel_and_wait(disconnect)
         if not remaining:
             await exchange.send(b"", more=False)
 

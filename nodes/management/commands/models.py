@@ -268,7 +268,10 @@ def add_model(options: Options) -> str:
     if inspection.is_defined(plan.name):
         raise errors.Conflict(f"a model {plan.name} is defined: choose another name with --name, or edit it")
     admission = request_import(
-        plan, by=Requester(str(command_line.current_actor())), now=clock.now(), load=options["load"]
+        plan,
+        by=Requester(str(command_line.current_actor())),
+        now=clock.now(),
+        load_after_import=options["load"],
     )
     job = admission.operation.id
     return following.follow_unless_detached(options, job, plan.name, {"jobID": str(job), "model": plan.name})

@@ -93,7 +93,7 @@ class Bus:
 
 
 def question(node: BackendNode) -> inventory.InventoryRequest:
-    return inventory.request_for(api.node(node.id))
+    return inventory.unscheduled_request(api.node(node.id))
 
 
 def listed(node: BackendNode) -> list[str]:

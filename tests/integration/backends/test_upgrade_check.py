@@ -57,7 +57,7 @@ def gallery(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> W
 
 
 def keep(node: BackendNode, *listed: m.InstalledBackend) -> None:
-    asked = inventory.request_for(node)
+    asked = inventory.unscheduled_request(node)
     assert inventory.store([inventory.InventoryReply(asked, listed, clock.now())])
 
 

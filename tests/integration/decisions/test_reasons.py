@@ -240,11 +240,11 @@ def test_records_of_decisions_are_bounded_by_their_size(settings: Settings) -> N
             facts={"best": secrets.token_hex(8000)},
         )
         PlacementLog.objects.create(position=0, at=now - timedelta(minutes=number), body=os.urandom(10_000))
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, decision_space=10**6)
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, decision_storage_limit=10**6)
     with CaptureQueriesContext(connection) as none_deleted:
         tasks.prune_timeline()
     assert len(kept()) == PlacementLog.objects.count() == 6
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, decision_space=36_000)
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, decision_storage_limit=36_000)
     with CaptureQueriesContext(connection) as some_deleted:
         tasks.prune_timeline()
     assert len(some_deleted) - len(none_deleted) == 2, "a deletion of each, whatever their number"

@@ -249,7 +249,7 @@ def test_what_is_not_complete_is_not_stored(store: None) -> None:
 
 def test_the_bytes_of_a_key_are_bounded(store: None, settings: Settings) -> None:
     """C5: the least recently used go; what is too large alone is not stored, and the response says so."""
-    change(settings, response_space=20_000)
+    change(settings, response_storage_limit=20_000)
 
     async def scenario(client: hot.Client, _: Any) -> None:
         other = await made(hot.Client(application, key=create_key))
@@ -363,7 +363,7 @@ def test_a_response_that_cannot_be_stored_is_not_lost(
 
 def test_conversations_of_a_key_run_side_by_side(store: None, settings: Settings) -> None:
     """Branches of one conversation, with deletions and evictions: no deadlock, no error."""
-    change(settings, response_space=8_000, response_retention=0.5)
+    change(settings, response_storage_limit=8_000, response_retention=0.5)
 
     async def scenario(client: hot.Client, _: Any) -> None:
         first = await made(client, input="x" * 1000)

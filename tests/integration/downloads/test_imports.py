@@ -71,7 +71,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def asked(plan: ImportPlan, *, load: bool = False) -> Operation:
-    return request_import(plan, by=Requester("ann"), now=clock.now(), load=load).operation
+    return request_import(plan, by=Requester("ann"), now=clock.now(), load_after_import=load).operation
 
 
 def put_back(payload: dict[str, Any]) -> None:

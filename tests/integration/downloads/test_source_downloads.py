@@ -182,7 +182,7 @@ async def test_the_end_of_the_download_is_told_by_the_load(
             await loaded_while(loading, end)
     assert says in str(ended.value)
     assert await in_thread(NodeModel.engines.count) == 0
-    await cancellation.end(*running)
+    await cancellation.cancel_and_wait(*running)
 
 
 @pytest.mark.rule("R2.56")

@@ -95,7 +95,7 @@ async def told(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     listening = asyncio.create_task(gateway._listen_for_notifications(WakeUps()))
     await asyncio.wait_for(heard.wait(), 60)
     yield
-    await cancellation.end(listening)
+    await cancellation.cancel_and_wait(listening)
 
 
 async def test_an_access_that_ends_while_the_socket_opens_closes_it_at_once(
@@ -179,7 +179,7 @@ async def test_what_was_missed_while_no_one_listened_is_looked_at(
     await sync_to_async(get_user_model().objects.filter(pk=user.pk).update)(is_active=False)
     heard = asyncio.create_task(gateway._listen_for_notifications(WakeUps()))
     assert await page.closed() == 4401
-    await cancellation.end(heard)
+    await cancellation.cancel_and_wait(heard)
 
 
 async def test_a_revoked_key_and_a_lost_role_close_the_socket(

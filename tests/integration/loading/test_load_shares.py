@@ -136,9 +136,11 @@ class TestShares:
             active = Operation.objects.active()
             assert set(active.values_list("kind", flat=True)) in (
                 {load_request.KIND},
-                {unload_requests.UNLOAD},
+                {unload_requests.UNLOAD_KIND},
             )
-            expected = ["model:m#all"] if active.filter(kind=unload_requests.UNLOAD).exists() else load_keys()
+            expected = (
+                ["model:m#all"] if active.filter(kind=unload_requests.UNLOAD_KIND).exists() else load_keys()
+            )
             assert sorted(active.values_list("key", flat=True)) == expected
             for operation in active:
                 end(operation)

@@ -168,7 +168,7 @@ def test_a_load_is_woken_by_a_node_that_has_what_it_needs(
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, vram_policy=policy)
     gib = 2**30
     operation = waiting(load_request.KIND, "echo")
-    Operation.objects.update(payload=load_request.need_into_payload({}, Need(vram=8 * gib, disk=3 * gib)))
+    Operation.objects.update(payload=load_request.payload_with_need({}, Need(vram=8 * gib, disk=3 * gib)))
     node = hot.node("one", available_vram=available * gib, total_disk=9 * gib, available_disk=disk * gib)
     assert wake_ups.wake_waiting_work([node.id]) == woken
     assert is_due(operation) == bool(woken)

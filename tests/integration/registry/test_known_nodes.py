@@ -162,5 +162,5 @@ async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: p
         await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
         assert await clock.wait_until(forgotten, timeout=60)
     finally:
-        await cancellation.end(listening)
+        await cancellation.cancel_and_wait(listening)
         memory.forget("")

@@ -166,7 +166,7 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     tasks.state_pass()
     assert unload_requests.report_stuck(now=clock.now()) == 0
     (asked,) = Operation.objects.all()
-    assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD, node.id, 0)
+    assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD_KIND, node.id, 0)
     assert asked.payload["reason"].endswith("(lost) and was not stopped: termination not confirmed")
 
 
@@ -490,7 +490,7 @@ def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
     out = StringIO()
     call_command("nodes", "evict", "one", stdout=out)
     (asked,) = Operation.objects.all()
-    assert (asked.kind, asked.element, asked.node_id) == (drains.UNLOAD, "m1", node.id)
+    assert (asked.kind, asked.element, asked.node_id) == (drains.UNLOAD_KIND, "m1", node.id)
     assert out.getvalue().startswith("one: m1#1 is unloaded (operation ")
     NodeModel.objects.filter(node=node).update(in_flight=1)
     with pytest.raises(CommandError, match="no replica on node one is idle"):

@@ -25,7 +25,7 @@ from nodes.registry import lifecycle
 from nodes.replicas import drains, unload_requests
 from nodes.replicas.engines import SERVING_COLUMNS
 from nodes.replicas.stops import Stopper
-from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
+from nodes.replicas.unload_requests import DELETE_KIND, UNLOAD_KIND, UnloadRequest
 from operations.executor.work import Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
@@ -61,9 +61,9 @@ class Stage:
         sent = self.bus.asked[messages.subject("model.stop", str(node.id))]
         return [decode(body, m.StopModelRequest) for body in sent]
 
-    def begins(self, kind: str = UNLOAD, *, grace: float = 0, **wish: Any) -> Work:
+    def begins(self, kind: str = UNLOAD_KIND, *, grace: float = 0, **wish: Any) -> Work:
         """The first attempt of an operation of this kind."""
-        ask = unload_requests.unload if kind == UNLOAD else unload_requests.delete
+        ask = unload_requests.unload if kind == UNLOAD_KIND else unload_requests.delete
         ask(UnloadRequest("echo", Requester("test"), grace=grace, **wish), now=clock.now())
         return self.claimed()
 
@@ -78,7 +78,9 @@ class Stage:
         return Work(operation, Recorder(write_batch))
 
     async def carries_out(self, work: Work) -> Mapping[str, Any]:
-        kind = {UNLOAD: unload_requests.UnloadModel, DELETE: unload_requests.DeleteModel}[work.operation.kind]
+        kind = {UNLOAD_KIND: unload_requests.UnloadModel, DELETE_KIND: unload_requests.DeleteModel}[
+            work.operation.kind
+        ]
         return await asyncio.wait_for(kind(self.bus)(work), 60)
 
     async def fails(self, work: Work) -> str:
@@ -329,7 +331,7 @@ class TestDeletion:
         await in_thread(lambda: hot.node("three"))
         for node in await in_thread(lambda: list(BackendNode.objects.all())):
             stage.deletes(node, m.DeleteModelReply(True))
-        work = await in_thread(lambda: stage.begins(DELETE))
+        work = await in_thread(lambda: stage.begins(DELETE_KIND))
         assert await stage.carries_out(work) == {"nodes": ["one", "three", "two"]}
         assert await rows() == {OTHER}
         (sent,) = stage.bus.asked[messages.subject("model.delete", str(stage.two.id))]
@@ -339,20 +341,20 @@ class TestDeletion:
     async def test_a_refusal_of_one_node_is_named_and_the_others_are_done(self, stage: Stage) -> None:
         stage.deletes(stage.one, m.DeleteModelReply(error="disk is read-only"))
         stage.deletes(stage.two, m.DeleteModelReply(True))
-        work = await in_thread(lambda: stage.begins(DELETE))
+        work = await in_thread(lambda: stage.begins(DELETE_KIND))
         assert await stage.fails(work) == "one: disk is read-only"
         assert (await parts())["two"] == ("success", "")
 
     async def test_files_stay_while_the_engine_may_run(self, stage: Stage) -> None:
         stage.stops(stage.one, m.StopModelReply(matched=True, error="stuck"))
         stage.deletes(stage.one, m.DeleteModelReply(True))
-        work = await in_thread(lambda: stage.begins(DELETE, node=stage.one))
+        work = await in_thread(lambda: stage.begins(DELETE_KIND, node=stage.one))
         assert "may still run" in await stage.fails(work)
         assert not stage.bus.asked[messages.subject("model.delete", str(stage.one.id))]
 
     async def test_files_stay_when_a_load_has_taken_a_place_meanwhile(self, stage: Stage) -> None:
         stage.deletes(stage.one, m.DeleteModelReply(True))
-        work = await in_thread(lambda: stage.begins(DELETE, node=stage.one))
+        work = await in_thread(lambda: stage.begins(DELETE_KIND, node=stage.one))
         mark = f"{work.id}:1"
         await in_thread(lambda: hot.replica(stage.one, index=1, state="loading", owner=attempt(mark)))
         assert "is being loaded there" in await stage.fails(work)
@@ -360,7 +362,7 @@ class TestDeletion:
 
     async def test_a_lost_reply_is_asked_for_again(self, stage: Stage) -> None:
         stage.deletes(stage.one, [RequestTimeout("late"), m.DeleteModelReply(True)])
-        work = await in_thread(lambda: stage.begins(DELETE, node=stage.one))
+        work = await in_thread(lambda: stage.begins(DELETE_KIND, node=stage.one))
         await stage.carries_out(work)
 
 

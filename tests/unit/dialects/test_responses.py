@@ -144,15 +144,15 @@ def test_a_reference_is_left_out_only_if_its_item_is_there() -> None:
 @pytest.mark.rule("http-6a")
 def test_stored_items_come_before_the_input_and_in_place_of_references() -> None:
     """C5."""
-    before = StoredItems(is_kept=True, items=[USER, CALL])
+    before = StoredItems(has_store=True, items=[USER, CALL])
     assert roles([CALL_OUTPUT], before) == ["user", "assistant", "tool"]
     assert roles([reference("fc_1"), CALL_OUTPUT], before) == ["user", "assistant", "tool"]
-    named = StoredItems(is_kept=True, by_id={"fc_1": CALL})
+    named = StoredItems(has_store=True, by_id={"fc_1": CALL})
     assert roles([USER, reference("fc_1"), CALL_OUTPUT], named) == ["user", "assistant", "tool"]
     with pytest.raises(InvalidInput, match="no stored item has this id"):
         roles([USER, reference("fc_2"), CALL_OUTPUT], named)
     with pytest.raises(InvalidInput, match="at most 4096 items"):
-        roles([USER], StoredItems(is_kept=True, items=[USER] * 4096))
+        roles([USER], StoredItems(has_store=True, items=[USER] * 4096))
 
 
 def test_items_that_only_openai_can_read_are_left_out() -> None:

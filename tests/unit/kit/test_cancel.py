@@ -29,7 +29,7 @@ async def test_a_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPa
 
     task = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
-    await cancellation.end(task)
+    await cancellation.cancel_and_wait(task)
     assert (task.cancelled(), swallowed) == (True, 3)
 
 
@@ -46,7 +46,7 @@ async def test_how_it_ended_is_no_error() -> None:
     await asyncio.sleep(0)
     other = asyncio.create_task(asyncio.sleep(600))
     for _ in range(2):
-        await cancellation.end(task, other)
+        await cancellation.cancel_and_wait(task, other)
     assert other.cancelled()
     assert isinstance(task.exception(), ValueError)
 

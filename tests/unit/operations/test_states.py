@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nodes.backends.intents import MAX_ATTEMPTS, retry_delay
 from operations import targets
 from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status, TargetStatus
-from operations.targets import state_of
+from operations.targets import summarize_targets
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 KINDS = st.sampled_from(["backend_install", "backend_upgrade", "backend_delete"])
@@ -39,7 +39,7 @@ def parts(draw: st.DrawFn) -> OperationTarget:
 @given(kind=KINDS, found=st.lists(parts(), max_size=6))
 @pytest.mark.rule("O16", "O18", "O21", "R6.20", "R6.26", "O12", "O57", "O58")
 def test_every_combination_of_parts_is_one_state(kind: str, found: list[OperationTarget]) -> None:
-    state = state_of(kind, found)
+    state = summarize_targets(kind, found)
     left = [part for part in found if part.status not in targets.ENDED]
     failed = [part for part in found if part.status == TargetStatus.ERROR]
     assert (state.status in TERMINAL) == (not left), "it has ended when all its parts have"
@@ -68,7 +68,7 @@ def test_every_combination_of_parts_is_one_state(kind: str, found: list[Operatio
 
 @given(kind=KINDS, found=st.lists(parts(), min_size=2, max_size=6))
 def test_the_order_of_the_parts_makes_no_other_state(kind: str, found: list[OperationTarget]) -> None:
-    one, other = state_of(kind, found), state_of(kind, found[::-1])
+    one, other = summarize_targets(kind, found), summarize_targets(kind, found[::-1])
     assert (one.status, one.next_check_at, one.attempts) == (
         other.status,
         other.next_check_at,
@@ -79,9 +79,9 @@ def test_the_order_of_the_parts_makes_no_other_state(kind: str, found: list[Oper
 
 @pytest.mark.rule("O18", "O21", "T-MGR-5", "T-MGR-22")
 def test_without_a_node_only_a_deletion_is_done() -> None:
-    assert state_of("backend_delete", []).status == Status.COMPLETED
+    assert summarize_targets("backend_delete", []).status == Status.COMPLETED
     for kind in ("backend_install", "backend_upgrade"):
-        state = state_of(kind, [])
+        state = summarize_targets(kind, [])
         assert (state.status, state.error) == (Status.FAILED, targets.NO_ELIGIBLE_NODE)
 
 
@@ -93,14 +93,14 @@ def part(name: str, status: TargetStatus, **more: Any) -> OperationTarget:
 def test_a_failure_on_one_node_names_it_and_waits_for_the_others() -> None:
     failed = part("two", TargetStatus.ERROR, error="no room", percentage=50)
     waits = part("one", TargetStatus.QUEUED, waits_for_node=True, reason="node one is offline")
-    state = state_of("backend_install", [waits, failed])
+    state = summarize_targets("backend_install", [waits, failed])
     assert (state.status, state.progress, state.error) == (Status.WAITING, 25, "")
     assert state.message == "0 of 2 nodes done, 1 failed, 1 wait for their node"
-    state = state_of("backend_install", [part("one", TargetStatus.SUCCESS), failed])
+    state = summarize_targets("backend_install", [part("one", TargetStatus.SUCCESS), failed])
     assert (state.status, state.error, state.progress) == (Status.FAILED, "two: no room", 75)
     assert state.message == "error: two: no room"
     both = [failed, part("one", TargetStatus.ERROR, error="gone")]
-    assert state_of("backend_install", both).error == "two: no room; one: gone"
+    assert summarize_targets("backend_install", both).error == "two: no room; one: gone"
 
 
 @pytest.mark.parametrize("kind", ["backend_install", "backend_upgrade", "backend_delete"])
@@ -109,12 +109,12 @@ def test_a_failure_on_one_node_names_it_and_waits_for_the_others() -> None:
 def test_it_succeeds_where_all_nodes_did_and_names_those_that_did_not(kind: str) -> None:
     done = part("one", TargetStatus.SUCCESS)
     failed = [part(name, TargetStatus.ERROR, error=f"{name} is full") for name in ("two", "three")]
-    assert state_of(kind, [done, part("two", TargetStatus.SUCCESS)]).status == Status.COMPLETED
+    assert summarize_targets(kind, [done, part("two", TargetStatus.SUCCESS)]).status == Status.COMPLETED
     for ended, error in (
         ([done, failed[0]], "two: two is full"),
         (failed, "two: two is full; three: three is full"),
     ):
-        state = state_of(kind, ended)
+        state = summarize_targets(kind, ended)
         assert (state.status, state.error) == (Status.FAILED, error)
 
 

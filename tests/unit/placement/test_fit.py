@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, parse_definition
-from nodes.definitions.headers import MAX_FIGURE, Header, Tensor, parse_config, read_header
+from nodes.definitions.headers import MAX_FIGURE, Header, Tensor, parse_config_json, read_header
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load_request
 from nodes.placement import architectures, fit
@@ -281,7 +281,7 @@ def test_a_config_without_kinds_of_layers_has_the_windows_of_its_architecture(
     """Gemma 3 as published: five of six layers keep 1,024 tokens and a batch. Of Gemma 2 every other one."""
     config = {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
     config |= {"num_key_value_heads": 16, "sliding_window": 1024, **more}
-    header = parse_config({"text_config": {**config, "model_type": model}})
+    header = parse_config_json({"text_config": {**config, "model_type": model}})
     found = terms_of(ModelFiles(GIB, header=header), ContextSize=131072)
     full = 10 if model == "gemma3_text" else 31
     token = 2 * 2 * 16 * config["head_dim"]
@@ -370,7 +370,7 @@ def test_a_backend_that_takes_a_share_of_a_card_needs_that_share() -> None:
         assert need_of(ModelFiles(GIB), backend=backend).vram_share == 0
     many = need_of(ModelFiles(GIB), backend="vllm", tensor_parallel_size=2**31 - 1)
     assert vram_needed(card, many) == 2**62
-    assert load_request.need_from_payload(load_request.need_into_payload({}, half)) == half
+    assert load_request.parse_need(load_request.payload_with_need({}, half)) == half
     assert vram_needed(view(), half) == 0, "no memory is reported"
     assert find_refusal(view(), need=half) is None
     assert find_refusal(view(), need=replace(half, unknown_fits=False)) is Reason.MEMORY

@@ -16,7 +16,7 @@ THING = Shape(
     [
         column("name", TEXT),
         column("size", count(), "In bytes.", optional=True),
-        column("fact", FACT.ref, source=F("fact_text"), nullable=True, inner=FACT),
+        column("fact", FACT.ref, source=F("fact_text"), nullable=True, value_shape=FACT),
         field("ready", FLAG),
     ],
 )

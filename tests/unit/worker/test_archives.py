@@ -32,7 +32,7 @@ from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick, ignore_tick
-from localai_cluster.worker.source_files import BadSource, Stopped, Throttle
+from localai_cluster.worker.source_files import BadSource, Throttle, WorkCancelled
 from tests.support.effort import EFFORT
 
 SCRIPT = b"#!/bin/sh\nexit 1\n"
@@ -746,7 +746,7 @@ def test_unpacking_stops_in_the_middle(tmp_path: Path) -> None:
     def stop_midway(done: int, total: int, name: str) -> None:
         stopped.set()
 
-    with pytest.raises(Stopped):
+    with pytest.raises(WorkCancelled):
         archives.unpack([tmp_path / "archive"], tmp_path / "t", Throttle(0), stopped, stop_midway)
     assert not (tmp_path / "t" / "data").exists()
 

@@ -27,7 +27,7 @@ from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.source_files import HEADROOM_BYTES, Stopped
+from localai_cluster.worker.source_files import HEADROOM_BYTES, WorkCancelled
 from tests.conftest import eventually
 from tests.support.effort import EFFORT
 from tests.support.file_client import BEARER, Files, answered, files, on_disk, served, sha256
@@ -413,7 +413,7 @@ async def test_the_end_of_the_worker_ends_uploads_and_keeps_what_came(
                 return path.exists() and path.stat().st_size == 500
 
             assert await wait_until(arrived, timeout=60)
-    with pytest.raises(Stopped):
+    with pytest.raises(WorkCancelled):
         disk.hash_file(path, server._threads.stopped)
     assert path.read_bytes() == CONTENT[:500]
     assert path.with_name("f.bin.sha256.target").read_text() == DIGEST

@@ -30,7 +30,7 @@ from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.install_commands import requested_name
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, replace_folder
 from localai_cluster.worker.progress import Tick, ignore_tick
-from localai_cluster.worker.source_files import BadSource, Stopped, Throttle, copy_tree
+from localai_cluster.worker.source_files import BadSource, Throttle, WorkCancelled, copy_tree
 
 
 def backend(folder: Path, version: str = "1", **metadata: Any) -> Path:
@@ -143,7 +143,7 @@ def test_a_copy_stops_in_the_middle(tmp_path: Path) -> None:
         if done:
             stopped.set()
 
-    with pytest.raises(Stopped):
+    with pytest.raises(WorkCancelled):
         copy_tree(source, tmp_path / "t", Throttle(0), stopped, stop_midway)
     assert (tmp_path / "t" / "data").stat().st_size < 5_000_000
 
