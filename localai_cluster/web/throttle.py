@@ -1,19 +1,19 @@
-"""Limits of failed authentication per address (D-FAILED-TOKENS, D-SIGN-IN).
+"""Rate limit for failed authentication, per client address and minute (D-FAILED-TOKENS, D-SIGN-IN).
 
-Tokens, node secrets, API keys and passwords are counted. An address over the limit may not try another token
-until the minute is over, not even a right one.
+Refused tokens, node secrets, API keys and passwords are counted. From an address over its limit:
 
-Credentials that identify a node are still checked, so that no node can be locked out: its own secret (256
-random bits), and the shared token of a node that registered with it. Every other request gets 429, including
-the shared token for a node that did not register with it: a right guess must look like a wrong one. A valid
-API key keeps working beside invalid ones, at no cost: only refused keys are counted. From an address over the
-limit a body is read after its key is confirmed, which costs a statement if the process has not cached the
-key. Passwords are rarer and hashed slowly, so attempts are counted before the check, and the count of a
-successful attempt is taken back.
+- A node's own secret (256 random bits) is still checked, and so is the shared token of a node that registered
+  with it. So others at the same address lock out no node.
+- A valid API key keeps working. The body of its request is read after the key is confirmed, which costs a
+  statement if the process has not cached the key.
+- Every other request gets 429 until the minute is over, also with a right password or shared token, because
+  a right guess must look like a wrong one.
 
-The counts are in Valkey, so that all web processes share them. While Valkey is away each process counts for
-itself, which locks no address out and fails no request. A count lives for two minutes, and a process keeps
-the counts of at most `MAX_ADDRESSES`.
+A password is hashed slowly, so an attempt is counted before the check, and uncounted if it succeeds.
+
+The counts are in Valkey, so that all web processes share them. While Valkey is unreachable each process
+counts for itself: no address is locked out, and no request fails. A count lives for two minutes, and a
+process keeps the counts of at most `MAX_ADDRESSES`.
 """
 
 import asyncio

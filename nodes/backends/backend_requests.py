@@ -1,9 +1,12 @@
-"""Requests for work on backends: the command, the nodes, the requester, and the order of work on one backend.
+"""Requests to install, upgrade or delete a backend on nodes, and their order on each node.
 
-This module selects the nodes for "all nodes", once for each request. A node has at most one row for each op
-of a backend. The rows run one at a time, in the order of their requests. An equal request joins the existing
-row. If a different request follows the row, a joined request would run before this older request, which would
-win. So the row moves to the end, or the new request is refused if the row has begun.
+A request for all nodes selects the nodes once, when it is made. On each node the work is a row of
+`PendingBackendOp` (an intent), of which a node has at most one for each backend and op. The rows of a backend
+run one at a time, in the order of their requests.
+
+A request for which an equal row exists joins this row. If another op was requested after the row, the row
+would run too early for the new request, and the other op would have the last word. Then a row that has not
+begun moves to the end; if it has begun, the new request is refused.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set

@@ -91,11 +91,14 @@ def verdict(on_node: BackendOnNode, offer: Offered) -> Verdict:
 
 @dataclass(frozen=True)
 class UpgradePlan:
-    """The nodes of a backend, grouped by verdict."""
+    """The nodes on which a backend is outdated."""
 
     upgrade: tuple[BackendOnNode, ...] = ()
+    """Nodes to upgrade now."""
     last_replica: tuple[BackendOnNode, ...] = ()
+    """Nodes with the last replica of a model: an operator decides."""
     away: tuple[BackendOnNode, ...] = ()
+    """Nodes whose worker takes no commands now."""
 
     @property
     def decided(self) -> tuple[BackendOnNode, ...]:
@@ -104,7 +107,10 @@ class UpgradePlan:
 
 
 def plan(backends_on_nodes: Iterable[BackendOnNode], offer: Offered) -> UpgradePlan:
-    """Group the nodes by their verdicts."""
+    """Return which nodes to upgrade to the offer, and which need it but are left out, by the reason.
+
+    A node that has the offered build, or about which an earlier upgrade has decided, is in no group.
+    """
     backends_by_verdict: dict[Verdict, list[BackendOnNode]] = {key: [] for key in Verdict}
     for on_node in backends_on_nodes:
         backends_by_verdict[verdict(on_node, offer)].append(on_node)

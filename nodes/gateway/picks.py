@@ -99,10 +99,11 @@ def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
 
 
 class _StatementBatch:
-    """The picks and releases of one statement, as the document that the statement reads.
+    """The requests that one SQL statement serves: replicas to pick, and finished requests to release.
 
-    `ask` numbers the distinct pick requests. If a rule routes without prefixes, the picks of one scope (model
-    and allowed nodes) are distributed together; the number of a scope is below 0.
+    The statement reads them as one JSON document. There `ask` numbers the distinct pick requests from 0. A
+    scope is a model with its allowed nodes, numbered from -1 downwards: where requests do not follow a cached
+    prefix, the statement distributes all picks of a scope together.
     """
 
     def __init__(self, requests: list[InferenceRequest], released: Counter[UUID]) -> None:

@@ -1,9 +1,10 @@
-"""Requests of loads: the payload of the operation `model_load`, its creation, need and progress deadline.
+"""Requests to load a model: how the operation `model_load` is created, its payload and its deadline.
 
-A load with a waiting request is needed as long as the request waits. A scale-up (the load of a further
-replica) has no waiting request: it expires after the install and load limits (R2.24), or later while it makes
-progress, which means that bytes arrive or LoadModel runs. The row stores the deadline, so another controller
-continues with the same deadline.
+The payload also has the resources that the load needs of a node (`Need`). Requests for inference that wait
+for the load extend its deadline, so that it ends when none waits any more. A scale-up, which loads a further
+replica, has no waiting request: its deadline follows from the limits for installs and loads (R2.24), and
+moves while bytes arrive or LoadModel runs (progress deadline). The deadline is stored in the operation's row,
+so it stays the same if another controller continues the load.
 """
 
 from collections import Counter, defaultdict

@@ -165,7 +165,7 @@ class Candidate:
     used_indices: frozenset[int]
     """Replica indices of this model in use on the node, in any state (R1.62 [S])."""
     slots: int
-    """`max_replicas_per_model`."""
+    """Maximum number of replicas of one model on the node (`max_replicas_per_model`)."""
     labels: Labels = frozenset()
     """The labels that the selector tests; other labels of the node may be missing."""
     available_vram: int = 0

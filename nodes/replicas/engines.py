@@ -180,10 +180,10 @@ def forget_departed(*, now: datetime) -> list[NodeModel]:
 
 
 def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
-    """End the replicas of a node that its worker does not list; return their keys.
+    """Delete the node's replicas whose engines are missing in its worker's list; return their process keys.
 
-    Only replicas count that serve or that an upgrade drains. `running` is the worker's list of engines,
-    requested after `before`.
+    `running` is the list of the engines that run, requested from the worker after `before`. Only replicas in
+    the phase `serving`, or drained by an upgrade, and unchanged since `before` are compared with the list.
     """
     held = Q(phase=Phase.SERVING) | Q(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
@@ -234,10 +234,11 @@ def end_at_address(address: str, *, node_id: UUID, new_engine_id: UUID) -> list[
 
 
 def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
-    """End an engine whose worker has confirmed the stop; return False if its row no longer exists.
+    """Delete the row of an engine after its worker has confirmed that the engine's process has ended.
 
-    `stop_sent` is the time of the stop that ended the engine; None if the engine may have ended before. Loads
-    that reserved a slot on the node and wait for memory get the freed memory in their readings.
+    Return False if the row no longer exists. `stop_sent` is the time at which the stop was sent; None if the
+    process may have ended before. The freed memory is added to the readings of free memory by
+    which the node's running loads were placed.
     """
     with committed("unload.gone"):
         mine = NodeModel.engines.filter(pk=engine_id)
@@ -282,11 +283,11 @@ _DELETE_SQL = """
 
 
 def _release(rows: Sequence[NodeModel]) -> None:
-    """Return the reserved memory of these rows to their nodes, after commit (R2.43, "Port:").
+    """Subtract the memory that deleted rows had reserved from the reserved memory of their nodes (R2.43).
 
-    Nodes are locked before replicas, so this must not run in the transaction that locks the rows. The
-    reservations of loaded replicas are released too, because on a node that never reports free memory no
-    reading clears them. If the release is lost, the next reading clears the reservation.
+    Call this after the commit of the deletion: it locks nodes, which every transaction locks before rows of
+    replicas. It includes replicas that were loaded, because a node that never reports its free memory keeps
+    their reservations. If the process dies before this call, the node's next report clears the reservation.
     """
     reserved_memory.release((row.node_id, row.vram_needed, row.created_at) for row in rows)
 

@@ -131,7 +131,11 @@ class EvictReplica:
 
 @dataclass(frozen=True)
 class Unsatisfiable:
-    """Record that the rule cannot be satisfied: the unsuccessful ticks, and the end of a cooldown (R4.23)."""
+    """An action of a scheduling pass: record that no node can take a replica that a rule wants (R4.23).
+
+    `ticks` is the number of successive passes without success. After too many, the rule is not tried again
+    before `until`, the end of its cooldown; None = it is tried at the next pass.
+    """
 
     model: str
     ticks: int
