@@ -28,5 +28,5 @@ it("names the charts without values and the reason, and draws no frame for them"
 
 it("says that nothing is kept of a period", () => {
   expect(chartTitles([["requests", [null]]])).toEqual([]);
-  expect(screen.getByText("Requests, Output tokens, Time to first token, Errors: the server has kept no figures of this period.")).toBeTruthy();
+  expect(screen.getByText("Requests, Output tokens, Errors, Time to first token: the server has kept no figures of this period.")).toBeTruthy();
 });
