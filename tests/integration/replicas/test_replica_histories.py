@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
 ]
 
-HISTORIES = 25
+HISTORIES = 50
 MOST = 50
 """Histories that a planted defect may stay hidden."""
 MANY = 1990
