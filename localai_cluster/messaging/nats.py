@@ -78,6 +78,7 @@ class NatsBus:
         self._generation = 0
         self._connected_since = -math.inf
         self._connection_changed = asyncio.Condition()
+        self._was_dialed = asyncio.Event()
         self._subscriptions_lock = asyncio.Lock()
         self._subscriptions: set[_Subscription] = set()
         self._connection_task: asyncio.Task[None] | None = None
@@ -112,6 +113,13 @@ class NatsBus:
         async with self._connection_changed:
             await self._connection_changed.wait_for(lambda: self.connected and self._generation > after)
             return self._generation
+
+    async def wait_dialed(self, seconds: float) -> None:
+        """Wait at most `seconds` until the first attempt to connect has ended.
+
+        If it succeeded, the server has all subscriptions.
+        """
+        await cancellation.wait_for(self._was_dialed, seconds)
 
     async def publish(self, subject: str, payload: bytes) -> None:
         """Publish without waiting for delivery. Raise NotConnected or PayloadTooLarge."""
@@ -205,6 +213,7 @@ class NatsBus:
                     # Any failure of the library: if the loop ended, no message would arrive any more.
                     log.exception("the message bus client failed; reconnecting")
                     connected = False
+                self._was_dialed.set()
                 failures = 0 if connected else failures + 1
                 pause = backoff.delay(failures + 1, first=FIRST_RETRY_SECONDS, longest=MAX_RETRY_SECONDS)
                 limit = pause * random.uniform(0.8, 1.2) if self._servers else None
@@ -287,6 +296,7 @@ class NatsBus:
         async with self._connection_changed:
             self._generation += 1
             self._connection_changed.notify_all()
+        self._was_dialed.set()
         log.info("connected to the message bus at %s", self._server_addresses)
 
 

@@ -207,10 +207,11 @@ class SysfsGpus:
         )
         if not cards:
             raise NoDriver(f"there is no GPU of vendor {self.vendor}")
-        gpus = [self._read_gpu(index, card) for index, (_, card) in enumerate(cards[:MAX_GPUS])]
+        gpus = [self.read_gpu(index, card) for index, (_, card) in enumerate(cards[:MAX_GPUS])]
         return [gpu for gpu in gpus if gpu is not None]
 
-    def _read_gpu(self, index: int, card: Path) -> Gpu | None:
+    def read_gpu(self, index: int, card: Path) -> Gpu | None:
+        """Return the GPU of this card; None if it does not report its memory."""
         raise NotImplementedError
 
 
@@ -241,7 +242,7 @@ class AmdGpus(SysfsGpus):
             if file.parent.name.isdigit() and (size := _read_sysfs_number(file))
         )
 
-    def _read_gpu(self, index: int, card: Path) -> Gpu | None:
+    def read_gpu(self, index: int, card: Path) -> Gpu | None:
         device = card / "device"
         names = ("mem_info_vram_total", "mem_info_vram_used", "gpu_busy_percent")
         total, used, busy = (_read_sysfs_number(device / name) for name in names)
@@ -271,7 +272,7 @@ class IntelGpus(SysfsGpus):
 
     vendor = "0x8086"
 
-    def _read_gpu(self, index: int, card: Path) -> Gpu | None:
+    def read_gpu(self, index: int, card: Path) -> Gpu | None:
         tiles = card.glob("device/tile*/physical_vram_size_bytes")
         total = sum(_read_sysfs_number(tile) or 0 for tile in tiles) or _read_sysfs_number(
             card / "lmem_total_bytes"

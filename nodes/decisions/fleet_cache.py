@@ -13,8 +13,9 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
@@ -128,41 +129,52 @@ def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation
     }
 
 
-# A load records the files of its model at its end; until then the row of its replica holds their bytes. So
-# two loads never count on the same bytes of a quota: each adds its row under the node's lock. Replicas of one
-# model share its files.
+# A load records the files of its model as they arrive; until its end the row of its replica holds the bytes
+# of all of them. So two loads never count on the same bytes of a quota or of the free disk: each adds its row
+# under the node's lock. Replicas of one model share its files.
 _READ_FILES_SQL = f"""
-WITH files AS (
-    SELECT node_id, model_name, max(size) AS size, max(staged) AS staged
-      FROM (SELECT node_id, model_name, size, size AS staged FROM brought_models
+WITH quota AS (SELECT id FROM backend_nodes WHERE disk_quota_bytes > 0),
+active AS (SELECT node_id, model_name, files_needed FROM node_models
+    WHERE phase IN ('{Phase.RESERVED}', '{Phase.STAGING}') AND files_needed > 0),
+files AS (
+    SELECT node_id, model_name, max(size) AS size, max(staged) AS staged,
+           greatest(max(loading) - max(staged), 0) AS missing
+      FROM (SELECT node_id, model_name, size, size AS staged, 0 AS loading FROM brought_models
              UNION ALL
-            SELECT node_id, model_name, files_needed, 0 FROM node_models
-             WHERE phase IN ('{Phase.RESERVED}', '{Phase.STAGING}') AND files_needed > 0) AS file
+            SELECT node_id, model_name, files_needed, 0, files_needed FROM active) AS file
      WHERE (%(nodes)s::uuid[] IS NULL OR node_id = ANY(%(nodes)s))
-       AND (model_name = ANY(%(models)s)
-            OR node_id IN (SELECT id FROM backend_nodes WHERE disk_quota_bytes > 0))
+       AND (model_name = ANY(%(models)s) OR node_id IN (TABLE quota)
+            OR node_id IN (SELECT node_id FROM active))
      GROUP BY node_id, model_name)
-SELECT node_id, model_name, size, staged FROM files WHERE model_name = ANY(%(models)s)
+SELECT node_id, model_name, size, staged, missing FROM files WHERE model_name = ANY(%(models)s)
  UNION ALL
-SELECT node_id, NULL, sum(size)::bigint, 0 FROM files
- WHERE node_id IN (SELECT id FROM backend_nodes WHERE disk_quota_bytes > 0) GROUP BY node_id
+SELECT node_id, NULL, sum(size)::bigint, (node_id IN (TABLE quota))::int, sum(missing)::bigint FROM files
+ WHERE node_id IN (TABLE quota) OR missing > 0 GROUP BY node_id
 """
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one model's files on a node: files on it (`staged`), and with active loads (`total`)."""
+    """Bytes of one model's files on a node: files on it (`staged`), and with active loads (`total`).
+
+    `missing` are the bytes that active loads have yet to send.
+    """
 
     staged: int
     total: int
+    missing: int
 
 
 @dataclass(frozen=True)
 class FileBytes:
-    """Bytes of the models' files by model and node, and of all models on nodes with a quota (`totals`)."""
+    """Bytes of the models' files by model and node, and of all models on nodes with a quota (`totals`).
+
+    `missing` are the bytes that active loads of all models have yet to send.
+    """
 
     models: Mapping[str, Mapping[UUID, ModelBytes]]
     totals: Mapping[UUID, int]
+    missing: Mapping[UUID, int] = field(default_factory=dict)
 
     def staged_by_node(self, model_name: str) -> dict[UUID, int]:
         """Return the bytes of the model's files on each node that has such files."""
@@ -175,20 +187,29 @@ class FileBytes:
             id: self.totals[id] - (own[id].total if id in own else 0) for id in node_ids if id in self.totals
         }
 
+    def promised_by_node(self, model_name: str) -> dict[UUID, int]:
+        """Return the free bytes of each node that active loads of other models will take."""
+        own = self.models[model_name]
+        promised = {id: size - (own[id].missing if id in own else 0) for id, size in self.missing.items()}
+        return {id: size for id, size in promised.items() if size}
+
 
 def read_file_bytes(model_names: Collection[str], node_ids: Collection[UUID] | None = None) -> FileBytes:
     """Read the bytes of the models' files on these nodes; None = all nodes. One query."""
     models: dict[str, dict[UUID, ModelBytes]] = {name: {} for name in model_names}
     totals: dict[UUID, int] = {}
+    promised: dict[UUID, int] = {}
     parameters = {"models": list(models), "nodes": None if node_ids is None else list(node_ids)}
     with connection.cursor() as cursor:
         cursor.execute(_READ_FILES_SQL, parameters)
-        for node_id, name, size, staged in cursor.fetchall():
-            if name is None:
+        for node_id, name, size, staged, missing in cursor.fetchall():
+            if name is not None:
+                models[name][node_id] = ModelBytes(staged, size, missing)
+                continue
+            promised[node_id] = missing
+            if staged:  # the node has a quota
                 totals[node_id] = size
-            else:
-                models[name][node_id] = ModelBytes(staged, size)
-    return FileBytes(models, totals)
+    return FileBytes(models, totals, promised)
 
 
 class _TableCopy(Generic[R]):
@@ -284,6 +305,7 @@ class _Rows:
         conflicts: Collection[str],
         staged_bytes: Mapping[UUID, int],
         other_models_bytes: Mapping[UUID, int],
+        promised_bytes: Mapping[UUID, int] = MappingProxyType({}),
     ) -> ModelFacts:
         """Return the facts about nodes that depend on the model; `conflicts` share a group with it."""
         occupied = {
@@ -294,7 +316,7 @@ class _Rows:
             id: frozenset(replica.model_name for replica in replicas if replica.is_serving)
             for id, replicas in self._replicas_of_models(conflicts)
         }
-        return ModelFacts(occupied, conflicting, staged_bytes, other_models_bytes)
+        return ModelFacts(occupied, conflicting, staged_bytes, other_models_bytes, promised_bytes)
 
     def _replicas_of_models(self, names: Collection[str]) -> list[tuple[UUID, list[_Replica]]]:
         found: dict[UUID, list[_Replica]] = {}
@@ -330,6 +352,7 @@ def read_fleet(
         conflicts,
         files.staged_by_node(model_name),
         files.other_models_by_node(model_name, files.totals),
+        files.promised_by_node(model_name),
     )
     return [replace(facts.of(node), labels=selector.tested_labels(node.labels)) for node in nodes]
 
@@ -355,8 +378,10 @@ def read_fleets(questions: Sequence[FleetQuestion]) -> list[list[Candidate]]:
     fleets = []
     for name, conflicts in questions:
         others = files.other_models_by_node(name, files.models[name])
-        facts = rows.model_facts(name, conflicts, files.staged_by_node(name), others)
+        promised = files.promised_by_node(name)
+        facts = rows.model_facts(name, conflicts, files.staged_by_node(name), others, promised)
         special = facts.used_indices.keys() | facts.conflicts.keys() | files.models[name].keys()
+        special |= promised.keys()
         fleets.append([facts.of(node) if node.id in special else node for node in nodes])
     return fleets
 
@@ -427,9 +452,10 @@ class FleetCache:
             )
             return _decide_on(nodes, view)
         files = read_file_bytes([model_name]) if view.need.disk else FileBytes({model_name: {}}, {})
-        staged, others = (
+        staged, others, promised = (
             files.staged_by_node(model_name),
             files.other_models_by_node(model_name, files.totals),
+            files.promised_by_node(model_name),
         )
         refreshes = self._refreshes
         with self._lock:
@@ -437,7 +463,7 @@ class FleetCache:
             if self._watermark is None or self._refreshes == refreshes:
                 self._refreshes += 1
                 self._refresh()
-            facts = self._rows.model_facts(model_name, conflicts, staged, others)
+            facts = self._rows.model_facts(model_name, conflicts, staged, others, promised)
             full_view, decision = self._fleet.decide(view, facts)
         if allowed_nodes is None and not excluded_nodes:
             return full_view, decision

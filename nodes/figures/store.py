@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 from django.db import connection, transaction
+from psycopg.errors import CheckViolation
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
@@ -23,6 +24,7 @@ from localai_cluster.metrics.web import ModelCounts
 from nodes.figures import partitions, series
 from nodes.figures.partitions import PartitionedTable
 from nodes.figures.series import DAY, HOUR, MINUTE, SAMPLE_EVERY, Columns, Grid, floor_to_step
+from operations.executor.work import in_thread
 
 SAMPLES_TABLE = PartitionedTable("figure_samples", HOUR, kept=HOUR)
 HOURS_TABLE = PartitionedTable("figure_hours", DAY, kept=2 * DAY)
@@ -107,7 +109,8 @@ def store_samples(*, heard_since: datetime, now: datetime) -> int:
 async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: datetime) -> None:
     """Add a web process's counts for its models, and their sums, in one statement.
 
-    Do not repeat it after a lost reply: the statement may have been executed.
+    Do not repeat it after a lost reply: the statement may have been executed. Create the partition if it is
+    missing: the sampling task creates it in advance, but it may not have run yet, or its clock is behind.
     """
     numbers = {
         name: [min(number, _MAX_INTEGER) for number in astuple(count)] for name, count in counts.items()
@@ -117,7 +120,11 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
     if sums:
         rows.append({"subject": series.ALL_MODELS_SUBJECT, "numbers": sums})
         parameters = {"at": floor_to_step(now, SAMPLE_EVERY), "counts": orjson.dumps(rows).decode()}
-        await pool.run(_ADD_COUNTS_SQL, parameters)
+        try:
+            await pool.run(_ADD_COUNTS_SQL, parameters)
+        except CheckViolation:  # no partition, so nothing was stored
+            await in_thread(partitions.create_missing, [(SAMPLES_TABLE, now)])
+            await pool.run(_ADD_COUNTS_SQL, parameters)
 
 
 @dataclass(frozen=True)

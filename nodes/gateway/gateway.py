@@ -251,22 +251,29 @@ def wake_ups() -> WakeUps:
     return _running_resources.loads.wake_ups if _running_resources is not None else WakeUps()
 
 
+_MAX_LISTEN_WAIT_SECONDS = 1.0
+"""Maximum seconds for which a start waits until this process receives notifications."""
+
+
 async def start() -> None:
     """Open the database pool, register this web process and start its gateway."""
     global _running_resources
     shared = await database_pool.open_shared()
     by_prefix = PrefixService.connect(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
     prefixes = None if by_prefix is None else by_prefix.prefixes
-    connection, wake_ups = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
+    connection = database_pool.DedicatedConnection(conf.cluster().database_url)
+    wake_ups, listening = WakeUps(), asyncio.Event()
     picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
     clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(wake_ups)
     metrics.set_reader(metrics.IN_FLIGHT, picker.in_flight)
     metrics.set_reader(metrics.WAITING, loads.waiting)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
+    listener = asyncio.create_task(_listen_for_notifications(wake_ups, prefixes, listening))
     if by_prefix is not None:
         await by_prefix.start(shared, picker.process_id)
-    listener = asyncio.create_task(_listen_for_notifications(wake_ups, prefixes))
+    # Its connection clears all caches: of requests before it, the prompts would be forgotten.
+    await cancellation.wait_for(listening, _MAX_LISTEN_WAIT_SECONDS)
     gateway = Gateway(picker, clients, loads, prefixes)
     _running_resources = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
 
@@ -292,13 +299,18 @@ async def stop() -> None:
     await database_pool.close_shared()
 
 
-async def _listen_for_notifications(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
+async def _listen_for_notifications(
+    wake_ups: WakeUps, prefixes: PrefixRouter | None = None, listening: asyncio.Event | None = None
+) -> None:
+    """Handle notifications until cancelled; set `listening` once they are received."""
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS_CHANNEL, hooks.CHANNEL, rows.CHANNEL):
         try:
             _handle_notification(channel, payload, wake_ups, prefixes)
         except Exception:
             # A malformed notification must not end the subscription to all others.
             logger.exception("a notification on %s is passed over: %r", channel, payload)
+        if listening is not None:
+            listening.set()
 
 
 def _handle_notification(

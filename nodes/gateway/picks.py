@@ -22,6 +22,7 @@ from uuid import UUID, uuid4
 
 import orjson
 import psycopg
+from django.db import Error as DatabaseError
 
 from localai_cluster import __version__
 from localai_cluster.accounts.principals import Principal, WrongKey
@@ -251,7 +252,7 @@ class Picker:
         """
         try:
             await figures.add_counts(self._pool, metrics.take_model_counts(), now=clock.now())
-        except (psycopg.Error, *UNREACHABLE_ERRORS) as error:
+        except (psycopg.Error, DatabaseError, *UNREACHABLE_ERRORS) as error:
             logger.info("Figures of some seconds are lost: %s", error)
 
     async def unregister(self) -> None:

@@ -21,7 +21,6 @@ from localai_cluster import bus_access
 from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.database_pool import UNREACHABLE_ERRORS, Parameters, Pool
 from localai_cluster.kit.settings_table import MAX_PRESSURE
-from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics
 from nodes.gateway.prefix_table import PrefixTables, Slot
@@ -165,10 +164,14 @@ def _report_parameters(
     return {"process": process, "times": Jsonb(times), "now": now, "since": now - 2 * PRESSURE_WINDOW}
 
 
+_MAX_DIAL_WAIT_SECONDS = 1.0
+"""Maximum seconds for which a start waits for the bus; an address without an answer takes 5 s to fail."""
+
+
 class PrefixService:
     """Prefix routing of one web process with its bus connection. Bound to the serving event loop."""
 
-    def __init__(self, ttl: float, bus: Bus) -> None:
+    def __init__(self, ttl: float, bus: NatsBus) -> None:
         self._bus = bus
         self._outbox = Outbox(bus)
         self.prefixes = PrefixRouter(ttl, self._outbox.queue)
@@ -182,10 +185,14 @@ class PrefixService:
         return cls(ttl, bus)
 
     async def start(self, pool: Pool, process: UUID) -> None:
-        """Start sending and receiving updates. Do not wait for the connection."""
+        """Start sending and receiving updates. Wait for the first attempt to connect, not for a success.
+
+        A process that serves before it has subscribed would miss the prompts that others receive meanwhile.
+        """
         metrics.set_reader(metrics.PREFIX_ENTRIES, self.prefixes.entries)
         hooks.on_removed.append(self._outbox.queue_removal)
         await subscribe_to_updates(self._bus, self.prefixes.apply_update)
+        await self._bus.wait_dialed(_MAX_DIAL_WAIT_SECONDS)
         self._tasks = [
             asyncio.create_task(self._outbox.run(), name="prefix news"),
             asyncio.create_task(self.prefixes.run_reports(pool, process), name="prefixes"),

@@ -21,6 +21,7 @@ from uuid import UUID
 from weakref import WeakValueDictionary
 
 import httpx
+from django.db import Error as DatabaseError
 from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, errors
@@ -70,6 +71,9 @@ T = TypeVar("T")
 PHASE = source_downloads.PHASE
 REPORT_EVERY = 1.0
 """Seconds between two progress reports while bytes are sent (C48)."""
+STORE_EVERY = 10
+"""Number of progress reports after which the bytes on the node are stored: about as often as workers report
+their free disk space, so that bytes which have arrived do not count as used and as still to come."""
 _TURN_POLL_SECONDS = 2.0
 _PLAN_TIMEOUT = 10.0
 _CHANGE_RETRY_SECONDS = 2.0
@@ -403,7 +407,10 @@ async def _send(
                     source_downloads.check_former_load, attempt.work.operation, definition
                 ),
             )
-            return await first_result(_report_progress(attempt, meter), _send_missing(attempt, sending))
+            lock = asyncio.Lock()
+            return await first_result(
+                _report_progress(attempt, meter, lock), _send_missing(attempt, sending, lock)
+            )
     except Unreachable as unreachable:
         # Not a refusal of the model: loads avoid the node until its port answers.
         problem = file_port.failure_text(server.contact.address, str(unreachable))
@@ -416,17 +423,24 @@ async def _report_fallback(attempt: Attempt, sentence: str) -> None:
     await attempt.work.report(attempt.tick(PHASE, sentence))
 
 
-async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResult:
+async def _send_missing(attempt: Attempt, sending: ModelTransfer, lock: asyncio.Lock) -> StagingResult:
     """Send the missing files. Store the number of bytes on the node even after a failure."""
-    missing, name = await sending.check(), attempt.definition.name
+    async with lock:
+        missing = await sending.check()
     try:
         await in_thread(_check_disk_space, attempt.slot, missing)
         sent = await sending.send()
         attempt.work.progress(_tick(attempt, sending.meter))
         return sent
     finally:
-        present_bytes = sending.meter.current
-        await in_thread(store_staged_bytes, attempt.slot.node_id, name, present_bytes, now=clock.now())
+        await _store_current_bytes(attempt, sending.meter, lock)
+
+
+async def _store_current_bytes(attempt: Attempt, meter: UploadMeter, lock: asyncio.Lock) -> None:
+    """Store how many bytes are on the node. With the lock, an earlier number never replaces a later one."""
+    async with lock:
+        name = attempt.definition.name
+        await in_thread(store_staged_bytes, attempt.slot.node_id, name, meter.current, now=clock.now())
 
 
 def _check_disk_space(slot: Slot, missing: int) -> None:
@@ -442,11 +456,17 @@ def _check_disk_space(slot: Slot, missing: int) -> None:
         log.warning("%s: %s", slot.node_name, problem)
 
 
-async def _report_progress(attempt: Attempt, meter: UploadMeter) -> NoReturn:
+async def _report_progress(attempt: Attempt, meter: UploadMeter, lock: asyncio.Lock) -> NoReturn:
     """Report the progress each second, and extend the load's deadline while bytes are transferred."""
     deadline, moved, moved_at = ProgressDeadline(attempt.work), meter.moved, clock.now()
+    reports = 0
     while True:
         await asyncio.sleep(REPORT_EVERY)
+        reports += 1
+        # Not while files are looked for: those that were not found yet would count as missing.
+        if reports % STORE_EVERY == 0 and not lock.locked():
+            with suppress(DatabaseError):  # until the next time, or the end of the transfer
+                await _store_current_bytes(attempt, meter, lock)
         if meter.moved != moved:
             moved, moved_at = meter.moved, clock.now()
         attempt.work.progress(_tick(attempt, meter, progress_at=moved_at))

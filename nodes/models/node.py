@@ -9,7 +9,7 @@ transaction of a change writes the event of the change.
 
 import uuid
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, Self
 
@@ -59,6 +59,10 @@ _DISK_QUOTA_EXPRESSION = Case(
     default=F("disk_quota_size"),
     output_field=BigIntegerField(),
 )
+
+
+MIN_LATE_AFTER = timedelta(seconds=12)
+"""Shortest silence after which a heartbeat is late: one of every ten seconds is missing."""
 
 
 def _bytes_field() -> "models.BigIntegerField[int, int]":
@@ -217,6 +221,11 @@ class BackendNode(models.Model):
         "accounts.ApiKey", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
     )
     last_heartbeat = models.DateTimeField(null=True, editable=False)
+    heartbeat_late_after = models.DurationField(
+        default=MIN_LATE_AFTER, db_default=MIN_LATE_AFTER, editable=False
+    )
+    """Silence after which the next heartbeat is late: 1.2 times the time between the last two heartbeats, but
+    at least `MIN_LATE_AFTER`. An absence that made the node offline is no interval."""
     vram_read_at = _time_field()
     """Time of the reading of `available_vram`; null if there was none or it precedes this column."""
     reserved_at = _time_field()

@@ -48,6 +48,8 @@ class ModelFacts:
     staged_bytes: Mapping[UUID, int] = field(default_factory=dict)
     other_models_bytes: Mapping[UUID, int] = field(default_factory=dict)
     """By node: bytes of other models' files."""
+    promised_bytes: Mapping[UUID, int] = field(default_factory=dict)
+    """By node: free bytes of its disk that loads of other models will take."""
 
     def of(self, node: Candidate) -> Candidate:
         """Return the node with these facts about the model."""
@@ -56,6 +58,7 @@ class ModelFacts:
             used_indices=self.used_indices.get(node.id, frozenset()),
             conflicts=self.conflicts.get(node.id, frozenset()),
             staged_bytes=self.staged_bytes.get(node.id, 0),
+            available_disk=max(node.available_disk - self.promised_bytes.get(node.id, 0), 0),
             other_models_bytes=self.other_models_bytes.get(node.id, node.other_models_bytes),
         )
 
@@ -166,6 +169,7 @@ class RankedFleet:
             *own.conflicts,
             *own.staged_bytes,
             *own.other_models_bytes,
+            *own.promised_bytes,
             *question.backoffs,
             *question.backed_off,
         }

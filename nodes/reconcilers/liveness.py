@@ -26,7 +26,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 from django.db import connection, transaction
-from django.db.models import Count, F, Min, Q
+from django.db.models import Count, DateTimeField, ExpressionWrapper, F, Min, Q, Value
 
 from localai_cluster.accounts.actors import CONTROLLER, task
 from localai_cluster.kit import clock, conf
@@ -36,6 +36,7 @@ from nodes.backends import inventory
 from nodes.commands.commands import RECONNECT_GRACE, Worker
 from nodes.commands.outcomes import BusDown, NoResponders
 from nodes.models import BackendNode, BusCredential, NodeModel, ReplicaUse, WebProcess
+from nodes.models.node import MIN_LATE_AFTER
 from nodes.registry import change, lifecycle, mass_silence
 from nodes.replicas import statements
 from operations.executor.work import in_thread
@@ -252,8 +253,6 @@ def _drop_dead_processes(ids: Sequence[UUID], locked: Sequence[UUID], now: datet
     return int(dead)
 
 
-PROBE_AFTER = timedelta(seconds=12)
-"""Silence after which a node is probed: one heartbeat of ten seconds is missing."""
 PROBES_UNTIL_UNHEALTHY = 4
 """Number of consecutive probes without a listener that make a node unhealthy."""
 MAX_PROBES = 64
@@ -286,12 +285,16 @@ class Absence:
 
 @dataclass(frozen=True)
 class LateNode:
-    """A node whose heartbeat is late. `heard_at` is its last heartbeat, or its approval if that is later."""
+    """A node to probe. `heard_at` is its last heartbeat, or its approval if that is later.
+
+    `late_after` is the silence after which its next heartbeat is late.
+    """
 
     id: UUID
     name: str
     heard_at: datetime
     is_unhealthy: bool
+    late_after: timedelta = MIN_LATE_AFTER
 
 
 @dataclass(frozen=True)
@@ -311,7 +314,8 @@ def absent_nodes(
     """Return the nodes that probes show as absent: to mark unhealthy, and to take offline. Pure.
 
     A node becomes unhealthy after `doubt` seconds without a listener. It goes offline if it was silent for
-    `gone` seconds of the web processes' run, and absent from the bus for half of them.
+    `gone` seconds of the web processes' run, and absent from the bus for half of them, and its heartbeat is
+    late.
     """
     unhealthy, offline = [], []
     for node in late.nodes:
@@ -320,7 +324,8 @@ def absent_nodes(
             continue
         lasted = absence.last - absence.since
         audible = late.hearing_since is not None and now - late.hearing_since > timedelta(seconds=gone)
-        if audible and silence > timedelta(seconds=gone) and lasted >= gone / 2:
+        is_silent = silence > max(timedelta(seconds=gone), node.late_after)
+        if audible and is_silent and lasted >= gone / 2:
             offline.append(node.id)
         elif lasted >= doubt and not node.is_unhealthy:
             unhealthy.append(node.id)
@@ -336,7 +341,8 @@ def read_late_nodes(
     otherwise three.
     """
     disconnected = BusCredential.objects.filter(public_key__in=users).values("node_id")
-    unheard = Q(last_heartbeat__lt=now - PROBE_AFTER) | Q(last_heartbeat__isnull=True)
+    late_since = ExpressionWrapper(Value(now) - F("heartbeat_late_after"), DateTimeField())
+    unheard = Q(last_heartbeat__lt=late_since) | Q(last_heartbeat__isnull=True)
     chosen = unheard | Q(pk__in=watched) | Q(pk__in=disconnected)
     counts = inventory.contactable_nodes().aggregate(of=Count("pk"), late=Count("pk", filter=chosen))
     if not counts["late"] or _is_massive(counts["late"], counts["of"]):
@@ -345,9 +351,9 @@ def read_late_nodes(
     living = WebProcess.objects.filter(seen_at__gte=now - timedelta(seconds=web))
     return LateNodes(
         [
-            LateNode(id, name, max(approved, heard or approved), unhealthy is not None)
-            for id, name, heard, approved, unhealthy in rows.values_list(
-                "id", "name", "last_heartbeat", "approved_at", "unhealthy_at"
+            LateNode(id, name, max(approved, heard or approved), unhealthy is not None, late_after)
+            for id, name, heard, approved, unhealthy, late_after in rows.values_list(
+                "id", "name", "last_heartbeat", "approved_at", "unhealthy_at", "heartbeat_late_after"
             )
         ],
         living.aggregate(since=Min("hearing_since"))["since"],

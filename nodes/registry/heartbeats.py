@@ -26,6 +26,7 @@ import orjson
 from localai_cluster.accounts.actors import WORKER
 from localai_cluster.kit import clock, errors
 from nodes.models import NodeEvent
+from nodes.models.node import MIN_LATE_AFTER
 from nodes.registry import identity, resources, states
 from nodes.registry.identity import NodeFacts
 from nodes.registry.resources import GpuList
@@ -180,6 +181,9 @@ WITH beat AS (
 ), written AS (
     UPDATE backend_nodes AS node SET
         last_heartbeat = greatest(node.last_heartbeat, own.at),
+        heartbeat_late_after = CASE WHEN own.silent OR own.at <= node.last_heartbeat
+            THEN node.heartbeat_late_after
+            ELSE greatest(interval '{MIN_LATE_AFTER.seconds} s', 1.2 * (own.at - node.last_heartbeat)) END,
         updated_at = greatest(node.updated_at, own.at),
         offline_at = CASE WHEN own.silent THEN NULL ELSE node.offline_at END,
         offline_reason = CASE WHEN own.silent THEN '' ELSE node.offline_reason END,

@@ -42,7 +42,7 @@ from operations.ledger import attempts
 
 
 class OverQuota(Exception):
-    """The model's files exceed the node's disk quota; the text has the sizes and a hint."""
+    """The model's files exceed the node's disk quota, or its free disk space; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def reserve(
             return NoSlot("gone or not healthy any more")
         # The reservation counts until the next reading, so it must be newer than the last one.
         now = max(now, node.vram_read_at + timedelta(microseconds=1)) if node.vram_read_at else now
-        index = _index_within_quota(node, model_name, need.files)
+        index = _index_with_disk(node, model_name, need)
         if isinstance(index, NoSlot):
             return index
         memory = _memory(node, need, model_name, room, now)
@@ -126,27 +126,35 @@ def reserve(
     return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
 
 
-def _index_within_quota(node: BackendNode, model_name: str, files: int) -> int | NoSlot:
-    """Return the lowest free index if the node's disk quota leaves space for the files, or the refusal."""
+def _index_with_disk(node: BackendNode, model_name: str, need: Need) -> int | NoSlot:
+    """Return the lowest free index if the node's disk has space for the model's files, or the refusal."""
     index = _free_index(node, model_name)
     if index is None:
         return NoSlot(RefusalReason.FULL)
     try:
-        _check_quota(node, model_name, files)
+        _check_disk(node, model_name, need.files, need.disk if need.disk_required else 0)
     except OverQuota as lack:
         return NoSlot(str(lack))
     return index
 
 
-def _check_quota(node: BackendNode, model_name: str, files: int) -> None:
-    """Raise OverQuota if the model's files exceed the disk quota. Needs the node's lock; one query."""
-    quota = node.disk_quota_bytes
-    if not quota or not files:
+def _check_disk(node: BackendNode, model_name: str, files: int, free_needed: int = 0) -> None:
+    """Raise OverQuota if the model's files exceed the disk quota, or `free_needed` bytes the free disk space.
+
+    Other loads on the node have taken what they have yet to send. Needs the node's lock; one query.
+    """
+    quota = node.disk_quota_bytes if files else 0
+    free_needed = free_needed if node.total_disk > 0 else 0
+    if not quota and not free_needed:
         return
     read = fleet_cache.read_file_bytes([model_name], [node.pk])
     staged = read.staged_by_node(model_name).get(node.pk, 0)
     others = read.other_models_by_node(model_name, [node.pk]).get(node.pk, 0)
-    if files > staged and others + files > quota:
+    free = max(node.available_disk - read.promised_by_node(model_name).get(node.pk, 0), 0)
+    # As `lacks_disk` of the decision's snapshot: a refusal here shows there too.
+    if free + staged < free_needed:
+        raise OverQuota(RefusalReason.DISK)
+    if quota and files > staged and others + files > quota:
         raise OverQuota(f"{describe_quota(others + staged, quota, files - staged)}; {QUOTA_HINT}")
 
 
@@ -212,7 +220,7 @@ def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
         others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
         if others.exclude(pk=slot.id).filter(engines.has_running_attempt()).exists():
             return False
-        _check_quota(node, row.model_name, files)
+        _check_disk(node, row.model_name, files)
         return bool(engines.apply_event(mine, ReplicaEvent.STAGING_BEGUN, files_needed=files)) or None
 
 

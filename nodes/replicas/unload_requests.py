@@ -354,13 +354,13 @@ class UnloadModel:
         problem = "; ".join(problems) or part.why_unreachable()
         if not problem:
             async with bound:
-                problem = await self._finish_node(work, part)
+                problem = await self.finish_node(work, part)
         if problem:
             log.warning("%s %s on %s: %s", work.operation.kind, work.operation.element, part.name, problem)
         status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
         await in_thread(attempts.end_target, *work.attempt, part.node_id, status, problem, now=clock.now())
 
-    async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
+    async def finish_node(self, work: Work, part: UnloadTarget) -> str:
         """Do what is left on the node after the stops; return the error, empty for success."""
         return ""
 
@@ -393,7 +393,7 @@ class UnloadModel:
 class DeleteModel(UnloadModel):
     """Handler of `model_delete`: unloads the model, then deletes its files on nodes where it has ended."""
 
-    async def _finish_node(self, work: Work, part: UnloadTarget) -> str:
+    async def finish_node(self, work: Work, part: UnloadTarget) -> str:
         model = work.operation.element
 
         async def delete() -> StopResult | None:

@@ -1,8 +1,9 @@
-"""Size and order of the tree: lines by folder, no import cycle, no class name with two meanings in an app.
+"""Order of the tree: lines by folder, no import cycle, no class name twice in an app, no shared private name.
 
 `python -m tests.checks.house [folder]` prints files and lines of each room, every cycle between modules of
-the product and every class name that one app defines twice; it exits 1 on a cycle or on such a name. Imports
-inside functions count, since a cycle does not go away by being late; those under `TYPE_CHECKING` do not.
+the product, every class name that one app defines twice, and every private name that a class shares with one
+of its base classes; it exits 1 on any of the three. Imports inside functions count, since a cycle does not go
+away by being late; those under `TYPE_CHECKING` do not.
 """
 
 import ast
@@ -31,12 +32,14 @@ class House:
     """Modules that import each other, directly or through others."""
     doubles: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """(app, class name) -> where it is defined."""
+    collisions: list[str] = field(default_factory=list)
+    """Private names that a class shares with a base class."""
 
 
 def survey(root: Path) -> House:
     """Everything about the tree under `root`."""
     trees = dict(_product(root))
-    return House(_rooms(root), cycles(imports(trees)), doubles(trees))
+    return House(_rooms(root), cycles(imports(trees)), doubles(trees), collisions(trees))
 
 
 def product_files(root: Path) -> list[Path]:
@@ -158,6 +161,78 @@ def app_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+def collisions(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Private methods and attributes of a class that a base class, direct or not, has too.
+
+    Both are one attribute of the object, so whoever names the second one replaces the first without a word. A
+    method that subclasses are meant to replace is public.
+    """
+    names = {module: _local_names(module, tree) for module, tree in trees.items()}
+    classes = {
+        f"{module}.{node.name}": (module, node)
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def ancestors(name: str) -> Iterator[str]:
+        module, node = classes[name]
+        for base in node.bases:
+            expression = base.value if isinstance(base, ast.Subscript) else base
+            target = _resolve(ast.unparse(expression), module, names)
+            if target in classes and target != name:
+                yield target
+                yield from ancestors(target)
+
+    private = {name: _private_names(node) for name, (_, node) in classes.items()}
+    return sorted(
+        f"{name}.{shared} is also a name of its base class {base}"
+        for name in classes
+        for base in set(ancestors(name))
+        for shared in private[name] & private[base]
+    )
+
+
+def _local_names(module: str, tree: ast.Module) -> dict[str, str]:
+    """Name in a module -> its full name, of the classes that it defines and of what it imports from ours."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = f"{module}.{node.name}"
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _resolve(expression: str, module: str, names: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the full name of a class; a package may import the class from one of its modules."""
+    seen: set[str] = set()
+    while True:
+        first, _, rest = expression.partition(".")
+        target = names[module].get(first, first) + (f".{rest}" if rest else "")
+        module, _, expression = target.rpartition(".")
+        if target in seen or names.get(module, {}).get(expression, target) == target:
+            return target
+        seen.add(target)
+
+
+def _private_names(node: ast.ClassDef) -> set[str]:
+    """Names with one underscore that the class defines, or that its methods assign to `self`.
+
+    `self._count += 1` does not define a name: there must be one.
+    """
+    found = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for item in ast.walk(node):
+        if isinstance(item, ast.Assign | ast.AnnAssign):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            for target in (part for whole in targets for part in ast.walk(whole)):
+                if isinstance(target, ast.Name) and item in node.body:
+                    found.add(target.id)
+                elif isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                    found.add(target.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
 def report(house: House) -> list[str]:
     """What to print."""
     width = max(map(len, house.rooms), default=0)
@@ -166,7 +241,9 @@ def report(house: House) -> list[str]:
     lines += [f"{room:<{width}}  {files:>5}  {count:>6}" for room, (files, count) in rows]
     lines += [f"cycle: {' <-> '.join(cycle)}" for cycle in house.cycles]
     lines += [f"{app} defines {name} twice: {', '.join(at)}" for (app, name), at in house.doubles.items()]
-    return [*lines, f"{len(house.cycles)} import cycles, {len(house.doubles)} class names defined twice"]
+    lines += house.collisions
+    counts = f"{len(house.cycles)} import cycles, {len(house.doubles)} class names defined twice"
+    return [*lines, f"{counts}, {len(house.collisions)} private names shared with a base class"]
 
 
 def _sum(rooms: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -175,10 +252,10 @@ def _sum(rooms: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Prints the report; 1 if there is a cycle or a double name."""
+    """Prints the report; 1 if there is a cycle, a double name or a shared private name."""
     house = survey(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
     print("\n".join(report(house)))
-    return 1 if house.cycles or house.doubles else 0
+    return 1 if house.cycles or house.doubles or house.collisions else 0
 
 
 if __name__ == "__main__":

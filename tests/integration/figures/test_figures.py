@@ -133,16 +133,44 @@ def test_processes_add_up_what_they_have_counted() -> None:
     assert found["model/b"]["requests"] == found["model/"]["requests"] == [2**31 - 1]
 
 
-def test_a_report_of_a_web_process_is_lost_and_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody knows whether a statement without a reply was executed; here there is no partition."""
+@pytest.mark.parametrize("ahead", [timedelta(0), 3 * HOUR], ids=["first start", "clock ahead"])
+def test_a_report_before_the_first_sample_is_stored(ahead: timedelta) -> None:
+    """No sampling task has created the partition, and two web processes report at once."""
+    at = AT + ahead
+    if ahead:
+        store.store_samples(heard_since=AT, now=AT)
+
+    async def report() -> None:
+        pool = Pool(hot.database_url())
+        await pool.open()
+        try:
+            reports = (store.add_counts(pool, {"a": ModelCounts(requests=2)}, now=at) for _ in range(2))
+            await asyncio.gather(*reports)
+        finally:
+            await pool.close()
+
+    asyncio.run(report())
+    assert store.read(["model/a"], Span(at, SAMPLE_EVERY, 1))["model/a"]["requests"] == [4]
+
+
+def test_a_report_of_a_web_process_is_lost_and_not_repeated() -> None:
+    """Nobody knows whether a statement without a reply was executed; here the table is away."""
+
+    def rename(old: str, new: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER TABLE {old} RENAME TO {new}")
+
     metrics.take_model_counts()
 
     async def report() -> None:
         async with hot.picker() as picker:
             metrics.inference_ended("m", 500, 0.1)
             metrics.inference_ended("m", metrics.CLIENT_LEFT, 0.1)
-            await picker.report_counts()
-            await hot.in_thread(partitions.create_missing, [(store.SAMPLES_TABLE, clock.now())])
+            await hot.in_thread(rename, "figure_samples", "away")
+            try:
+                await picker.report_counts()
+            finally:
+                await hot.in_thread(rename, "away", "figure_samples")
             metrics.inference_ended("m", 200, 0.1)
             metrics.first_token("m", 0.25)
             metrics.tokens_used("m", 5, 7, 1)

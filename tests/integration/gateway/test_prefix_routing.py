@@ -17,6 +17,7 @@ from localai_cluster.kit.database_pool import Pool
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
+from nodes.gateway import gateway
 from nodes.gateway.prefix_routing import PrefixRouter, PrefixService
 from nodes.gateway.prefix_table import prompt_chain
 from nodes.gateway.prefix_updates import PrefixObserved
@@ -28,6 +29,7 @@ from nodes.replicas import engines, hooks
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.scheduling import pressure, store
 from nodes.scheduling.rules import Rule
+from operations.changes import events
 from operations.models import Operation, Status
 from tests.conformance.worker_support import NatsServer
 from tests.support import hot
@@ -145,10 +147,34 @@ def test_a_removed_replica_is_forgotten_by_every_process() -> None:
     asyncio.run(scenario())
 
 
+async def test_a_process_that_has_started_keeps_what_it_learns(settings: Settings) -> None:
+    """The first connection for notifications clears the tables, so it comes before the first request."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, database_url=hot.database_url())
+
+    def notify() -> None:
+        events.notify(hooks.CHANNEL, hooks.encode(RemovedReplica("m", NODE, 1)))
+
+    await gateway.start()
+    try:
+        running = gateway._running_resources
+        assert running is not None
+        assert running.by_prefix is not None
+        prefixes = running.by_prefix.prefixes
+        land(prefixes, b"law " * 200)
+        removed = prompt_chain("m", b"cook " * 200)
+        prefixes._affinity.observe("m", removed, (NODE, 1), clock.monotonic())
+        assert advised(prefixes, b"cook " * 200) == (NODE, 1)
+        await hot.in_thread(notify)
+        assert await until(lambda: advised(prefixes, b"cook " * 200) is None)
+        assert advised(prefixes, b"law " * 200) == (NODE, 0)
+    finally:
+        await gateway.stop()
+
+
 @pytest.mark.rule("R3.20", "R3.21", "R3.23", "T-PFX-52", "T-PFX-53", "T-PFX-55", "nats-7.4")
 async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
-    """What one learns the others know; a removal is heard by all; nobody hears himself; without a bus each
-    goes on alone, and together again when it is back."""
+    """What one learns the others know, from the end of their start on; a removal is heard by all; nobody
+    hears himself; without a bus each goes on alone, and together again when it is back."""
     server = NatsServer(tmp_path)
     await server.start()
     services = []
@@ -159,8 +185,6 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
         await services[-1].start(None, uuid4())  # type: ignore[arg-type]  # nothing is reported
     one, two = services
     try:
-        for service in services:
-            await service._bus.wait_connected()
         land(one.prefixes, b"law " * 200)
         assert await until(lambda: two.prefixes.entries() == one.prefixes.entries() > 0)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0)

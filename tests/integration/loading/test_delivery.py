@@ -152,6 +152,24 @@ async def test_every_process_sees_bytes_and_files_while_they_are_sent(
     assert "file 1 of 2" in look.message
 
 
+@pytest.mark.rule("R2.38")
+async def test_what_has_arrived_is_recorded_while_the_rest_is_sent(
+    stage: Stage, files: Path, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are no longer free: a load in progress holds only those that are still to come."""
+    monkeypatch.setattr(staging, "STORE_EVERY", 1)
+    async with worker(tmp_path / "w", stage.one) as server:
+        (files / "sub/a.gguf").write_bytes(bytes(10 * SIZE))
+        server.faults = [Hangs(5), Hangs(5)]
+        attempt = asyncio.create_task(stage.handler(stage.work))
+        try:
+            await holds(lambda: 9 < staged_files().get(stage.one.pk, 0) < 10 * SIZE)
+            assert await states() == [("one", 0, "staging")]
+        finally:
+            attempt.cancel()
+            await asyncio.gather(attempt, return_exceptions=True)
+
+
 @pytest.mark.rule("R2.23", "T-STG-26", "T-STG-27")
 def test_the_time_that_is_left_follows_from_what_moved_of_late(stage: Stage) -> None:
     """What the node had before is there, and no speed; bytes begin again after those of an installation."""

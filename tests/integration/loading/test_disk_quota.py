@@ -1,4 +1,4 @@
-"""The disk quota of a node for models: loads that run at once, files that are there, and the refusals."""
+"""Disk quota and free disk of a node: loads that run at once, files that are there, and the refusals."""
 
 import asyncio
 from dataclasses import replace
@@ -72,7 +72,7 @@ def read_views(model: str, need: Need) -> list[Candidate]:
     (of_many, _) = fleet_cache.read_fleets([FleetQuestion(model, ()), FleetQuestion("nothing", ())])
     cached = fleet_cache.FleetCache().decide(model, FleetView((), need))[0].nodes
     facts = [
-        {(node.id, node.staged_bytes, node.disk_quota, node.other_models_bytes) for node in nodes}
+        {(n.id, n.staged_bytes, n.disk_quota, n.other_models_bytes, n.available_disk) for n in nodes}
         for nodes in (one, of_many, cached)
     ]
     assert facts[0] == facts[1] == facts[2]
@@ -133,6 +133,34 @@ async def test_of_two_loads_at_once_one_gets_the_last_bytes(stage: Stage) -> Non
     work = works[row.model_name]
     await in_thread(partial(slots.end_attempt, placed, attempt=work.attempt, now=clock.now()))
     assert await in_thread(reason_on, stage.one, other) is None, "a failed load holds nothing"
+
+
+async def test_of_two_loads_at_once_one_gets_the_last_free_bytes(stage: Stage) -> None:
+    """What a load has yet to send is not free for others; what has arrived is used and counts once."""
+    need, node = Need(disk=7 * GIB, disk_required=True, files=6 * GIB), stage.one
+
+    def set_free(size: int) -> None:
+        BackendNode.objects.update(total_disk=100 * GIB, available_disk=size, max_replicas_per_model=2)
+
+    await in_thread(set_free, 12 * GIB)
+    works = {model: await in_thread(load_of, model) for model in ("m", "n")}
+    tasks = (in_thread(reserve, node, model, work, need) for model, work in works.items())
+    results = await asyncio.gather(*tasks)
+    assert [result.reason for result in results if isinstance(result, NoSlot)] == [Reason.DISK]
+    (placed,) = [result for result in results if isinstance(result, Slot)]
+    row = await in_thread(NodeModel.objects.get, pk=placed.id)
+    (other,) = set(works) - {row.model_name}
+    assert await in_thread(reason_on, node, other, need) is Reason.DISK
+    assert await in_thread(reason_on, node, row.model_name, need) is None, "replicas share the files"
+    assert await in_thread(reason_on, node, other, replace(need, disk=6 * GIB)) is None
+    await in_thread(set_free, 8 * GIB)
+    assert await in_thread(reason_on, node, other, replace(need, disk=6 * GIB)) is Reason.DISK
+    await in_thread(store, node, row.model_name, 4 * GIB)
+    assert await in_thread(reason_on, node, other, replace(need, disk=6 * GIB)) is None
+    assert await in_thread(reason_on, node, other, need) is Reason.DISK
+    work = works[row.model_name]
+    await in_thread(partial(slots.end_attempt, placed, attempt=work.attempt, now=clock.now()))
+    assert await in_thread(reason_on, node, other, need) is None, "a failed load holds nothing"
 
 
 async def test_of_two_stagings_at_once_one_gets_the_last_bytes(stage: Stage) -> None:

@@ -31,11 +31,13 @@ from nodes.reconcilers.liveness import (
     plan_liveness,
     read_late_nodes,
 )
-from nodes.registry import timeline
+from nodes.registry import heartbeats, timeline
 from nodes.registry.lifecycle import deactivate
 from nodes.registry.timeline import Entry
+from operations.executor.work import in_thread
 from tests.conftest import eventually
 from tests.support import hot
+from tests.support.beating import Counted
 from tests.support.fleet import beat, beat_of, kinds, told
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -338,6 +340,44 @@ def test_absent_nodes_are_read_and_marked_at_the_same_cost(
         "healthy": 3 * count + 2,
     }
     assert told(nodes[0])[0].cause == "no heartbeat for more than 5 s, and nothing listens for it on the bus"
+
+
+@pytest.mark.rule("R5.4", "R1.17")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("interval", [10.0, 45.0])
+async def test_a_heartbeat_is_late_by_the_interval_of_its_worker(database: Counted, interval: float) -> None:
+    """Else most nodes of a fleet with slow heartbeats are late at any time, and none of them is probed."""
+
+    def fleet() -> list[BackendNode]:
+        return [make_node(f"w{n}", heard=0, fingerprint=hash_secret(str(n))) for n in range(24)]
+
+    nodes, start = await in_thread(fleet), NOW + timedelta(minutes=10)
+    for beats in range(3):
+        for number, node in enumerate(nodes):
+            # The first is killed before its last heartbeat; all others send them one after another.
+            if beats < 2 or number:
+                at = start + timedelta(seconds=interval * (beats + number / len(nodes)))
+                await heartbeats.record(database, [heartbeats.Beat(node.pk, node.fingerprint, at)])
+    now = start + timedelta(seconds=interval * 2.9)
+    late = await in_thread(lambda: read_late_nodes([], [], web=LIMITS.web, now=now))
+    assert [(node.id, node.late_after.total_seconds()) for node in late.nodes] == [
+        (nodes[0].pk, interval * 1.2)
+    ]
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_an_absence_is_no_interval(database: Counted) -> None:
+    """A node that returns after a day, and a heartbeat that comes twice, are late as before."""
+
+    def absent() -> BackendNode:
+        return make_node("w", heard=86400, fingerprint="f", offline_at=ago(80000), offline_recovers=True)
+
+    node = await in_thread(absent)
+    for seconds in (0, 20, 20, 15):
+        beat = heartbeats.Beat(node.pk, "f", NOW + timedelta(seconds=seconds))
+        assert set((await heartbeats.record(database, [beat])).values()) == {None}
+        await in_thread(node.refresh_from_db)
+        assert node.heartbeat_late_after == timedelta(seconds=24 if seconds else 12)
 
 
 @pytest.mark.rule("R5.1")

@@ -1,6 +1,7 @@
 """Stops of replicas that go, until their workers confirm: who sends them, how often, what they may remove."""
 
 import asyncio
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from nodes.replicas.engines import engine_of
 from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from tests.integration.replicas.test_going import TERMINATED, bus_of, stops
-from tests.support import hot
+from tests.support import hot, races
 from tests.support.bus import PlayedBus
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -99,3 +100,39 @@ def test_a_stop_under_way_is_nobody_elses_for_a_minute() -> None:
     now = clock.now()
     ages = {0: 1, 31: 0, 59: 0, 60: 1}
     assert {age: len(engine_stops.claim_due(9, now=now + timedelta(seconds=age))) for age in ages} == ages
+
+
+END_BLOCKED_SESSIONS = """SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+WHERE wait_event_type = 'Lock' AND datname = current_database()"""
+
+
+@pytest.mark.rule("R1.99", "T-REV-12")
+async def test_a_pass_that_loses_the_database_is_run_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task lasts as long as the controller: an outage must neither end it nor leave the engine there."""
+    monkeypatch.setattr(engine_stops, "_GATHER_SECONDS", 0.0)
+    node = await in_thread(hot.node)
+    await in_thread(lambda: hot.replica(node, stop_attempts=1, **DUE))
+    bus = bus_of(node)
+
+    def begin_and_lose_session() -> "asyncio.Future[None]":
+        with races.holding("LOCK TABLE node_models") as session:
+            running = asyncio.run_coroutine_threadsafe(Stopper(bus).run(), loop)
+            races.waiting()
+            ended = session.execute(END_BLOCKED_SESSIONS).fetchone()
+        assert ended == (1,)
+        return asyncio.wrap_future(running, loop=loop)
+
+    async def is_stopped() -> bool:
+        return running.done() or not await in_thread(NodeModel.objects.exists)
+
+    loop = asyncio.get_running_loop()
+    running = await asyncio.to_thread(begin_and_lose_session)
+    assert await clock.wait_until(is_stopped, timeout=60)
+    assert not running.done(), running
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert len(stops(bus, node)) == 1
+    assert [record.getMessage() for record in caplog.records if "; retrying" in record.getMessage()]

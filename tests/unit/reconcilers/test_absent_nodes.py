@@ -16,6 +16,7 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import NoResponders, NotConnected
 from localai_cluster.messaging.messages import ListReply, encode
+from nodes.models.node import MIN_LATE_AFTER
 from nodes.reconcilers import liveness
 from nodes.reconcilers.liveness import BusProbes, LateNode, LateNodes
 
@@ -93,7 +94,7 @@ class World:
         chosen = [
             LateNode(worker.id, worker.name, _moment(worker.heard), worker.id in doubted)
             for worker in rows
-            if self.now - worker.heard > liveness.PROBE_AFTER.total_seconds()
+            if self.now - worker.heard > MIN_LATE_AFTER.total_seconds()
             or worker.id in watched
             or str(worker.id) in users
         ]
@@ -259,3 +260,13 @@ def test_what_silence_and_absence_prove(
         [node] if expected == "unhealthy" else [],
         [node] if expected == "offline" else [],
     )
+
+
+@pytest.mark.parametrize(("silent", "is_offline"), [(53.9, False), (54.1, True)])
+def test_a_heartbeat_that_is_not_due_is_no_silence(silent: float, is_offline: bool) -> None:
+    """One every 45 s: without a listener such a node is in doubt, but goes offline only once it is late."""
+    node, late_after = UUID(int=1), timedelta(seconds=54)
+    late = LateNodes([LateNode(node, "w", _moment(-silent), False, late_after)], _moment(-999))
+    absences = {node: liveness.Absence(-40.0, 0.0, 9)}
+    unhealthy, offline = liveness.absent_nodes(late, absences, _moment(0), doubt=5, gone=30)
+    assert (unhealthy, offline) == (([], [node]) if is_offline else ([node], []))
