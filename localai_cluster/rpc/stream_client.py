@@ -306,15 +306,13 @@ class StreamChannel:
         connection = self._connection
         while connection is not None and self._queue and connection.has_capacity:
             call = self._queue.popitem(last=False)[0]
-            call.open(connection, self._headers.get(call.method) or self._encode_headers(call.method))
+            if call.method not in self._headers:
+                pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE_PATH + call.method}
+                pseudo[":authority"] = str(self._address)
+                self._headers[call.method] = http2.encode_headers(pseudo.items()) + self._common_headers
+            call.open(connection, self._headers[call.method])
         if self._queue and self._connection is None and self._dial is None:
             self._dial = asyncio.get_running_loop().create_task(self._connect())
-
-    def _encode_headers(self, method: str) -> bytes:
-        pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE_PATH + method}
-        pseudo[":authority"] = str(self._address)
-        self._headers[method] = http2.encode_headers(pseudo.items()) + self._common_headers
-        return self._headers[method]
 
     async def _connect(self) -> None:
         connection = http2.Connection(self)

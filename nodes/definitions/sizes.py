@@ -128,16 +128,16 @@ def path_inside(folder: Path, text: object) -> Path | None:
 
 def _files(path: Path, at_source: RecordedFiles) -> Iterator[tuple[str, int]]:
     """Yield path and size of the file and its shards, or of every file in the folder."""
-    yield from _present_files(path)
+    if os.path.isdir(path):
+        yield from _files_in_folder(path)
+    else:
+        for shard in shards(path):
+            yield from _stat_file(shard)
     for name, file in files_below(path, at_source, shards(path)).items():
         yield name, file.size
 
 
-def _present_files(path: Path) -> Iterator[tuple[str, int]]:
-    if not os.path.isdir(path):
-        for shard in shards(path):
-            yield from _stat_file(shard)
-        return
+def _files_in_folder(path: Path) -> Iterator[tuple[str, int]]:
     remaining = MAX_FILES
     for base, _, file_names in os.walk(path):
         names = without_side_files(file_names)

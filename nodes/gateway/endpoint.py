@@ -65,8 +65,8 @@ Handler = Callable[[InferenceRequest], Awaitable[Answer | StreamedAnswer]]
 """Processes one request; returns the response, or a response that is sent in pieces."""
 
 
-class _AnswerScope(CancelScope):
-    """A context manager around the work on one response; `cancel_all_answers` cancels the block."""
+class CancelOnStop(CancelScope):
+    """A context manager whose block `cancel_all_answers` ends with Unavailable."""
 
     def __enter__(self) -> Self:
         _answer_scopes.add(self)
@@ -77,12 +77,7 @@ class _AnswerScope(CancelScope):
         super().__exit__(kind)
 
 
-_answer_scopes: set[_AnswerScope] = set()
-
-
-def cancel_on_stop() -> CancelScope:
-    """Return a context manager whose block `cancel_all_answers` ends with Unavailable."""
-    return _AnswerScope()
+_answer_scopes: set[CancelOnStop] = set()
 
 
 def cancel_all_answers() -> None:
@@ -227,7 +222,7 @@ class Endpoint:
         self, request: InferenceRequest, handler: Handler, send: Send
     ) -> Answer | tuple[int, bytes]:
         try:
-            with cancel_on_stop():
+            with CancelOnStop():
                 answer = await handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:

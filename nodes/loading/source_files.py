@@ -419,7 +419,10 @@ class FileHasher:
         self.stamp = stamp_of(status)
         if status.st_size != file.size:
             raise FileChanged(f"{file.relative} was changed meanwhile")
-        stored = await in_thread(_stored_hash, file.relative, self.stamp, clock.now() - RETENTION)
+        rows = FileHash.objects.filter(
+            path=file.relative, stamp=self.stamp, hashed_at__gte=clock.now() - RETENTION
+        )
+        stored = await in_thread(rows.values_list("sha256", flat=True).first)
         if stored is not None:
             self.sha256 = stored
             return
@@ -433,11 +436,6 @@ class FileHasher:
         settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER_SECONDS
         if settled and len(file.relative.encode()) <= _MAX_PATH_LENGTH:
             await in_thread(store_hash, file.relative, self.stamp, self.sha256, clock.now())
-
-
-def _stored_hash(path: str, stamp: str, since: datetime) -> str | None:
-    matching_rows = FileHash.objects.filter(path=path, stamp=stamp, hashed_at__gte=since)
-    return matching_rows.values_list("sha256", flat=True).first()
 
 
 def store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:

@@ -73,10 +73,6 @@ class _Order:
     def __init__(self, ranks: list[Rank], nodes: list[Candidate]) -> None:
         self.ranks, self.nodes = ranks, nodes
 
-    def copy(self) -> "_Order":
-        """Return an independent copy."""
-        return _Order(self.ranks.copy(), self.nodes.copy())
-
     def add(self, node: Candidate, node_rank: Rank) -> None:
         """Insert the node at its rank."""
         position = bisect_right(self.ranks, node_rank)
@@ -160,7 +156,8 @@ class RankedFleet:
         """
         need, selector = question.need, question.selector
         ranking = self._ranking(need, selector.labels)
-        nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
+        nodes, refused = ranking.nodes.copy(), ranking.refused.copy()
+        order = _Order(ranking.order.ranks.copy(), ranking.order.nodes.copy())
         judged_again = {
             *own.used_indices,
             *own.conflicts,

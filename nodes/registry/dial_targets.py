@@ -121,7 +121,11 @@ def is_permitted(address: str, *, name: str, registered: tuple[str, ...]) -> boo
         return False
     if host in _listed_hosts(name):
         return True
-    return host in {parsed.host for text in registered if (parsed := _parse_or_none(text))}
+    for text in registered:
+        with suppress(ValueError):
+            if addresses.parse(text).host == host:
+                return True
+    return False
 
 
 def bearer_token(engine_token: str, weak_identity: bool) -> str:
@@ -340,13 +344,6 @@ def _parse_or_refuse(field: str, text: str) -> addresses.Address | None:
         return addresses.parse(text)
     except ValueError as error:
         raise errors.InvalidInput(f"{field} {error}", field=field) from None
-
-
-def _parse_or_none(text: str) -> addresses.Address | None:
-    try:
-        return addresses.parse(text)
-    except ValueError:
-        return None
 
 
 def _listed_hosts(name: str) -> frozenset[str]:
