@@ -31,6 +31,7 @@ from django.db import DatabaseError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import addresses, clock, conf, errors, names
+from localai_cluster.kit.outbound import CheckedTransport
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import timeline
 from nodes.registry.timeline import Entry
@@ -39,8 +40,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
-NEXT_ADDRESS_AFTER = 2.0
-"""Seconds after which a connection attempt moves on to the next IP address of a host name."""
 LOOKUP_TIMEOUT = 2.0
 """Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
 _LOOKUP_THREADS = ThreadPoolExecutor(4, "lookup")
@@ -206,40 +205,18 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
         timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
         trust_env=False,
         follow_redirects=False,
-        transport=_CheckedTransport(server.node),
+        transport=CheckedTransport(partial(_resolve_for_http, server.node)),
     )
 
 
-class _CheckedTransport(httpx.AsyncHTTPTransport):
-    """HTTP transport that tries the IP addresses of a server's name in turn, except barred ones."""
-
-    def __init__(self, node: str) -> None:
-        # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
-        super().__init__(verify=False, trust_env=False)
-        self._node = node
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        url = request.url
-        target = addresses.Address(addresses.host(url.host), url.port or 80)
-        try:
-            async with asyncio.timeout(request.extensions["timeout"]["connect"]):
-                numbers = await resolve(target, self._node)
-        except TimeoutError as error:
-            raise httpx.ConnectTimeout("") from error
-        except (OSError, AddressRefused) as error:
-            raise httpx.ConnectError(str(error)) from error
-        extensions, limits = request.extensions, request.extensions["timeout"]
-        soon = min(limits["connect"] or NEXT_ADDRESS_AFTER, NEXT_ADDRESS_AFTER)
-        request.extensions = extensions | {"timeout": limits | {"connect": soon}}
-        for number in numbers[:-1]:
-            request.url = url.copy_with(host=number)
-            try:
-                return await super().handle_async_request(request)
-            except (httpx.ConnectError, httpx.ConnectTimeout):
-                pass  # nothing was sent
-        request.extensions = extensions
-        request.url = url.copy_with(host=numbers[-1])
-        return await super().handle_async_request(request)
+async def _resolve_for_http(name: str, host: str, port: int) -> list[str]:
+    try:
+        async with asyncio.timeout(CONNECT_LIMIT):
+            return await resolve(addresses.Address(addresses.host(host), port), name)
+    except TimeoutError as error:
+        raise httpx.ConnectTimeout("") from error
+    except (OSError, AddressRefused) as error:
+        raise httpx.ConnectError(str(error)) from error
 
 
 async def open_socket(server: HttpServer) -> socket.socket:
