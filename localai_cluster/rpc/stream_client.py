@@ -88,18 +88,15 @@ class StreamCall(http2.Stream, Generic[Response]):
                 is_compressed, length = _MESSAGE_PREFIX_STRUCT.unpack_from(buffer, self._begin)
                 if len(buffer) >= begin + length and not is_compressed:
                     self._begin = begin + length
-                    return self._parse(bytes(buffer[begin : self._begin]))
+                    try:
+                        return self._parse_message(bytes(buffer[begin : self._begin]))
+                    except DecodeError:
+                        self._abort(StatusCode.INTERNAL, "Exception deserializing response!")
+                        self._raise_end(StatusCode.INTERNAL, "Exception deserializing response!")
                 self._check_prefix(is_compressed, length)
             if self._status is not None:
                 self._raise_end(*self._status)
             await self._wait()
-
-    def _parse(self, message: bytes) -> Response:
-        try:
-            return self._parse_message(message)
-        except DecodeError:
-            self._abort(StatusCode.INTERNAL, "Exception deserializing response!")
-            self._raise_end(StatusCode.INTERNAL, "Exception deserializing response!")
 
     def _check_prefix(self, is_compressed: int, length: int) -> None:
         if is_compressed:

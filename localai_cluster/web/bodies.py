@@ -149,21 +149,14 @@ class Body:
         self._budget.give_back(self._size)
         self._parts, self._size = [], 0
 
-    @property
-    def is_long(self) -> bool:
-        """True if the unread rest of the body may be too long to read it before an error response."""
-        if self.is_complete:
-            return False
-        declared = self.declared_size()
-        return declared is None or declared > FIRST_PART_BYTES
-
     async def answer(self, send: wire.Send, answer: wire.Answer) -> None:
         """Send a response. Close the connection if a long part of the body is unread.
 
         Many clients read the response only after they have sent the complete body, so the rest of the body is
         read and dropped for a few seconds. A client over its limit of failures (429) is disconnected at once.
         """
-        if not self.is_long:
+        declared = 0 if self.is_complete else self.declared_size()
+        if declared is not None and declared <= FIRST_PART_BYTES:
             await wire.send_answer(send, answer)
             return
         headers = (*answer.headers, (b"connection", b"close"))

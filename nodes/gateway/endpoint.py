@@ -283,7 +283,8 @@ async def identify_caller(request: InferenceRequest, scope: Scope) -> None:
     password = _basic_password(headers.get("authorization", ""))
     if password is not None and _lacks_browser_headers(scope):
         headers["authorization"] = f"Bearer {password}"
-    credential = principals.read_credential(headers)
+    offered = principals.offered_credential(headers)
+    credential = None if offered is None else principals.classify_credential(offered)
     if isinstance(credential, StoredKey):
         request.key_hash = request.key_owner = credential.hash
     elif credential is None and _lacks_browser_headers(scope) and _is_admitted(request.client_address):
@@ -294,12 +295,12 @@ async def identify_caller(request: InferenceRequest, scope: Scope) -> None:
         request.principal = await sessions.principal_of_request(scope)
         request.names_node = request.principal.is_admin
     elif not credential.is_authenticated:
-        if principals.offered_credential(headers):
+        if offered:
             raise WrongKey()
         raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential
-        request.key_owner = principals.hash_secret(principals.offered_credential(headers) or "")
+        request.key_owner = principals.hash_secret(offered or "")
 
 
 def _is_admitted(address: str) -> bool:

@@ -263,7 +263,7 @@ class _FolderReader:
                 self._model_folders = [path, path.parent] if is_folder else [path.parent]
             if not real.exists() and not absent:
                 continue  # a link to nothing
-            files = [*(self._files(path, real) if real.exists() else self._present_parts(path))]
+            files = list(self._files(path, real))
             files += [self._file_at_source(Path(name), file) for name, file in absent.items()]
             if not files:
                 raise Unsendable("is an empty folder")
@@ -296,7 +296,9 @@ class _FolderReader:
     def _files(self, path: Path, real: Path) -> Iterator[LocalFile]:
         """Yield the file with the files that belong to it, or all files below the folder."""
         if not real.is_dir():
-            yield from self._present_parts(path)
+            for part in self._parts(path):
+                if part.exists():
+                    yield self._file(part)
             return
         count = 0
         for base, folders, filenames in os.walk(path, onerror=_raise_walk_error):
@@ -306,9 +308,6 @@ class _FolderReader:
                 if count > MAX_FILES:
                     raise Unsendable(f"has more than {MAX_FILES} files")
                 yield self._file(Path(base, name))
-
-    def _present_parts(self, path: Path) -> Iterator[LocalFile]:
-        return (self._file(part) for part in self._parts(path) if part.exists())
 
     def _parts(self, path: Path) -> list[Path]:
         """Return the file, its further shards and its sidecar file."""

@@ -64,14 +64,15 @@ NO_MODEL_FACTS = ModelFacts()
 _NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
 
 
+@dataclass(eq=False)
 class _Order:
     """Nodes in the order of their ranks.
 
     Two lists hold them: comparing and hashing nodes in Python would dominate the cost.
     """
 
-    def __init__(self, ranks: list[Rank], nodes: list[Candidate]) -> None:
-        self.ranks, self.nodes = ranks, nodes
+    ranks: list[Rank]
+    nodes: list[Candidate]
 
     def add(self, node: Candidate, node_rank: Rank) -> None:
         """Insert the node at its rank."""
