@@ -52,7 +52,8 @@ Parse = Callable[[bytes], Response]
 class StreamCall(http2.Stream, Generic[Response]):
     """A call whose reply is a stream of messages.
 
-    The call starts when its first message is awaited. A status or `cancel` ends it.
+    The call starts when its first message is awaited, and so does its `timeout` in seconds. A status or
+    `cancel` ends it.
     """
 
     def __init__(
@@ -267,19 +268,6 @@ class StreamChannel:
         self._common_headers = http2.encode_headers([*headers.items(), *metadata])
         self._headers: dict[str, bytes] = {}
         """The encoded headers of each method."""
-
-    def stream(
-        self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
-    ) -> StreamCall[Response]:
-        """Return a call of `method` with streamed replies; its `timeout` in seconds starts at the first
-        read."""
-        return StreamCall(self, method, parse, request, timeout)
-
-    def whole(
-        self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
-    ) -> WholeCall[Response]:
-        """Return a call of `method` that has one reply. It starts when awaited, and returns the reply."""
-        return WholeCall(self, method, parse, request, timeout)
 
     def submit(self, call: StreamCall[Any]) -> None:
         """Queue a call until the connection has capacity for its stream."""
