@@ -18,7 +18,7 @@ import logging
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -220,36 +220,12 @@ class Outbound:
         """
         # One for each call: clients belong to an event loop, and a large file needs few connections.
         return httpx.AsyncClient(
-            transport=CheckedTransport(self._resolve_and_check, self._verify or _default_tls_context()),
+            transport=_CheckedTransport(self, self._verify or _default_tls_context()),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
             headers={"User-Agent": "localai-cluster"},
             trust_env=False,
             follow_redirects=False,
         )
-
-    async def _resolve_and_check(self, host: str, port: int) -> list[str]:
-        try:
-            name = addresses.host(host)
-        except ValueError as error:
-            raise AddressRefused(f"{names.to_single_line(host[:100])} {error}") from None
-        # A thread of its own: a resolver that hangs must not occupy those of the database.
-        lookup = untrusted.in_daemon_thread(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                found = await asyncio.wrap_future(lookup)
-        except TimeoutError:
-            raise SourceUnreachable(f"{name}: the name server does not answer") from None
-        except OSError as error:
-            raise SourceUnreachable(f"{name}: {error.strerror or error}") from None
-        numbers = list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
-        if not self.is_allowed(name, port):
-            barred = next((number for number in numbers if not addresses.is_public(number)), None)
-            if barred is not None or addresses.is_special(name):
-                raise AddressRefused(
-                    f"{name} is {barred or 'a metadata service'}, which is not a public address;"
-                    " only the mirrors, galleries and registries in the settings may have a private one"
-                )
-        return numbers
 
     async def _send_with_redirects(
         self, client: httpx.AsyncClient, url: httpx.URL, headers: Mapping[str, str], method: str
@@ -336,25 +312,22 @@ async def read_pieces(
         raise error
 
 
-Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Function that returns the checked IP addresses of a host and port. Its errors end the request."""
+class _CheckedTransport(httpx.AsyncHTTPTransport):
+    """A transport that connects to checked addresses. TLS verifies the name, not the address."""
 
-
-class CheckedTransport(httpx.AsyncHTTPTransport):
-    """A transport that connects to checked addresses. TLS verifies the name; None = only plain HTTP."""
-
-    def __init__(self, resolve: Resolve, verify: ssl.SSLContext | None = None) -> None:
-        super().__init__(verify=verify or False, trust_env=False)  # True reads all certificates: 20 ms
+    def __init__(self, outbound: Outbound, verify: ssl.SSLContext) -> None:
+        super().__init__(verify=verify, trust_env=False)
         # httpx has no parameter for it yet.
-        network = _CheckedNetwork(resolve)
-        self._pool = httpcore.AsyncConnectionPool(ssl_context=verify, network_backend=network)
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=verify, network_backend=_CheckedNetwork(outbound)
+        )
 
 
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
     """A network backend that resolves a name once and connects only to the addresses it has checked."""
 
-    def __init__(self, resolve: Resolve) -> None:
-        self._resolve, self._network = resolve, httpcore.AnyIOBackend()
+    def __init__(self, outbound: Outbound) -> None:
+        self._outbound, self._network = outbound, httpcore.AnyIOBackend()
 
     async def connect_tcp(
         self,
@@ -364,8 +337,8 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the first address that accepts. Raise an error of `Resolve` or httpcore."""
-        numbers = await self._resolve(host, port)
+        """Connect to the first address that accepts. Raise AddressRefused or an error of httpcore."""
+        numbers = await self._resolve_and_check(host, port)
         connect = partial(
             self._network.connect_tcp,
             port=port,
@@ -382,6 +355,30 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
     async def sleep(self, seconds: float) -> None:
         """Sleep between two attempts."""
         await asyncio.sleep(seconds)
+
+    async def _resolve_and_check(self, host: str, port: int) -> list[str]:
+        try:
+            name = addresses.host(host)
+        except ValueError as error:
+            raise AddressRefused(f"{names.to_single_line(host[:100])} {error}") from None
+        # A thread of its own: a resolver that hangs must not occupy those of the database.
+        lookup = untrusted.in_daemon_thread(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                found = await asyncio.wrap_future(lookup)
+        except TimeoutError:
+            raise SourceUnreachable(f"{name}: the name server does not answer") from None
+        except OSError as error:
+            raise SourceUnreachable(f"{name}: {error.strerror or error}") from None
+        numbers = list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+        if not self._outbound.is_allowed(name, port):
+            barred = next((number for number in numbers if not addresses.is_public(number)), None)
+            if barred is not None or addresses.is_special(name):
+                raise AddressRefused(
+                    f"{name} is {barred or 'a metadata service'}, which is not a public address;"
+                    " only the mirrors, galleries and registries in the settings may have a private one"
+                )
+        return numbers
 
 
 @lru_cache(maxsize=1)

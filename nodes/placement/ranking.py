@@ -139,14 +139,12 @@ class RankedFleet:
     def put(self, node: Candidate) -> None:
         """Add or replace the node."""
         self.nodes[node.id] = node
-        self._changed(node.id)
+        for ranking in self._rankings.values():
+            ranking.changed.add(node.id)
 
     def drop(self, id: UUID) -> None:
         """Remove the node."""
         self.nodes.pop(id, None)
-        self._changed(id)
-
-    def _changed(self, id: UUID) -> None:
         for ranking in self._rankings.values():
             ranking.changed.add(id)
 

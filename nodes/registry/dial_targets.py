@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import httpcore
 import httpx
 import psutil
 from channels.db import database_sync_to_async
@@ -31,7 +32,6 @@ from django.db import DatabaseError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import addresses, clock, conf, errors, names
-from localai_cluster.kit.outbound import CheckedTransport
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import timeline
 from nodes.registry.timeline import Entry
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
+NEXT_ADDRESS_AFTER = 2.0
+"""Seconds after which a connection attempt moves on to the next IP address of a host name."""
 LOOKUP_TIMEOUT = 2.0
 """Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
 _LOOKUP_THREADS = ThreadPoolExecutor(4, "lookup")
@@ -199,24 +201,43 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
     The caller sets all other limits.
     """
     authorization = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
+    # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
+    transport = httpx.AsyncHTTPTransport(verify=False, trust_env=False)
+    # httpx has no parameter for it yet.
+    transport._pool = httpcore.AsyncConnectionPool(network_backend=_CheckedNetwork(server.node))
     return httpx.AsyncClient(
         base_url=f"http://{server.contact.address}",
         headers=authorization | {"Accept-Encoding": "identity"},
         timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
         trust_env=False,
         follow_redirects=False,
-        transport=CheckedTransport(partial(_resolve_for_http, server.node)),
+        transport=transport,
     )
 
 
-async def _resolve_for_http(name: str, host: str, port: int) -> list[str]:
-    try:
-        async with asyncio.timeout(CONNECT_LIMIT):
-            return await resolve(addresses.Address(addresses.host(host), port), name)
-    except TimeoutError as error:
-        raise httpx.ConnectTimeout("") from error
-    except (OSError, AddressRefused) as error:
-        raise httpx.ConnectError(str(error)) from error
+class _CheckedNetwork(httpcore.AsyncNetworkBackend):
+    """A network backend that tries the IP addresses of a server's name in turn, except barred ones."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    async def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *options: Any, **named_options: Any
+    ) -> httpcore.AsyncNetworkStream:
+        network, soon = httpcore.AnyIOBackend(), min(timeout or NEXT_ADDRESS_AFTER, NEXT_ADDRESS_AFTER)
+        try:
+            async with asyncio.timeout(timeout):
+                numbers = await resolve(addresses.Address(addresses.host(host), port), self._node)
+        except TimeoutError as error:
+            raise httpcore.ConnectTimeout from error
+        except (OSError, AddressRefused) as error:
+            raise httpcore.ConnectError(str(error)) from error
+        for number in numbers[:-1]:
+            try:
+                return await network.connect_tcp(number, port, soon, *options, **named_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                pass
+        return await network.connect_tcp(numbers[-1], port, timeout, *options, **named_options)
 
 
 async def open_socket(server: HttpServer) -> socket.socket:
