@@ -199,7 +199,7 @@ def plan_files(
     lost its marker.
     """
     at_source = files_at_source(folder, recorded or {})
-    if lacks_marker(folder, at_source.values()):
+    if at_source and lacks_marker(folder, at_source.values()):
         raise FolderReplaced(folder)
     reader = _FolderReader(folder, name, at_source)
     named: list[NamedFiles] = []
