@@ -42,6 +42,8 @@ CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
 NEXT_ADDRESS_AFTER = 2.0
 """Seconds after which a connection attempt moves on to the next IP address of a host name."""
+_KEEP_SECONDS = 5.0
+"""Seconds for which an idle HTTP connection is kept, as by httpx."""
 LOOKUP_TIMEOUT = 2.0
 """Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
 _LOOKUP_THREADS = ThreadPoolExecutor(4, "lookup")
@@ -204,7 +206,8 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
     # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
     transport = httpx.AsyncHTTPTransport(verify=False, trust_env=False)
     # httpx has no parameter for it yet.
-    transport._pool = httpcore.AsyncConnectionPool(network_backend=_CheckedNetwork(server.node))
+    network = _CheckedNetwork(server.node)
+    transport._pool = httpcore.AsyncConnectionPool(network_backend=network, keepalive_expiry=_KEEP_SECONDS)
     return httpx.AsyncClient(
         base_url=f"http://{server.contact.address}",
         headers=authorization | {"Accept-Encoding": "identity"},
