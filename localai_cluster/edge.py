@@ -10,6 +10,7 @@ route exists.
 """
 
 import logging
+import os
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ _PATHS_WITH_SLASH = (
     "/backends/",
 )
 _REQUEST_ID_HEADER, _CORRELATION_ID_HEADER = b"x-request-id", b"x-correlation-id"
+_SAFE_REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9_.:-]{1,64}\Z")
 
 _APP_BY_PATH = {route.path: route.app for route in ROUTES if "{" not in route.path}
 # A model's name may contain `/`.
@@ -248,7 +250,8 @@ def set_request_id(scope: wire.Scope) -> None:
     for name, value in scope["headers"]:
         if name in (_REQUEST_ID_HEADER, _CORRELATION_ID_HEADER):
             offered = value
-    logs.request_id.set(logs.new_request_id(offered.decode("latin-1")))
+    is_safe = _SAFE_REQUEST_ID_PATTERN.match(offered)
+    logs.request_id.set(offered.decode("ascii") if is_safe else os.urandom(16).hex())
 
 
 def strip_slash(scope: wire.Scope) -> wire.Scope:

@@ -6,8 +6,6 @@ adds the id to every record. A worker's lines have the operation's id, and the o
 """
 
 import logging
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,8 +16,6 @@ request_id: ContextVar[str] = ContextVar("request_id", default="-")
 LINE_FORMAT = "{asctime} {levelname:<7} {name} [{request_id}] {message}"
 TIME_FORMAT = "%H:%M:%S"
 
-_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
-
 
 @contextmanager
 def with_request_id(identifier: str) -> Iterator[None]:
@@ -29,11 +25,6 @@ def with_request_id(identifier: str) -> Iterator[None]:
         yield
     finally:
         request_id.reset(token)
-
-
-def new_request_id(offered: str = "") -> str:
-    """Return the request id that the caller offers if it is short and safe, otherwise a new id."""
-    return offered if _REQUEST_ID_PATTERN.match(offered) else os.urandom(16).hex()
 
 
 class NoExpectedRefusals(logging.Filter):

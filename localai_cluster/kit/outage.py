@@ -50,20 +50,16 @@ def is_outage(error: BaseException | None) -> bool:
     return state is None or state.startswith("08") or state in _SERVER_STOP_SQLSTATES
 
 
-def _is_valkey_outage(error: BaseException | None) -> bool:
-    """Return True if the error means that Valkey is unreachable."""
-    # Not every process imports its library, and only one that does has its errors.
-    library = sys.modules.get("redis.exceptions")
-    return library is not None and isinstance(error, (library.ConnectionError, library.TimeoutError))
-
-
 class OneLineOutages(logging.Filter):
     """Logging filter that makes the record of an outage a warning of one line, without a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Shorten the record of an outage; return True."""
         error = record.exc_info[1] if record.exc_info else None
-        if is_outage(error) or _is_valkey_outage(error):
+        # Not every process imports Valkey's library, and only one that does has its errors.
+        library = sys.modules.get("redis.exceptions")
+        valkey_errors = () if library is None else (library.ConnectionError, library.TimeoutError)
+        if is_outage(error) or isinstance(error, valkey_errors):
             record.msg, record.args = f"{record.getMessage()}: {error}", ()
             record.exc_info = record.exc_text = None
             record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)

@@ -98,36 +98,6 @@ class InvalidYAML(ValueError):
         self.line, self.column = line, column
 
 
-class LocatedErrors:
-    """Mixin for YAML loaders: an error in a value becomes a YAMLError with the value's line."""
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Convert one YAML node to a Python value.
-
-        Raise YAMLError for a value that Python cannot represent.
-        """
-        try:
-            return super().construct_object(node, deep)  # type: ignore[misc]
-        except (yaml.YAMLError, RecursionError):
-            raise
-        except Exception as error:
-            reason = f"not a value of {str(node.tag).rpartition(':')[2]}: {error}"
-            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
-
-
-def load_yaml(text: str | bytes, loader: Any) -> Any:
-    """Return the value of the YAML text, constructed by `loader`. Raise InvalidYAML for any error."""
-    return _read_yaml(yaml.load, text, loader)
-
-
-def compose_yaml(text: str | bytes, loader: Any) -> Any:
-    """Return the root node of the YAML document (with lines and columns); None if empty.
-
-    Raise InvalidYAML.
-    """
-    return _read_yaml(yaml.compose, text, loader)
-
-
 def compose_and_load_yaml(text: str | bytes, loader: Any) -> tuple[Any, Any]:
     """Return the root node and the value of a YAML document, which is read once. Raise InvalidYAML."""
 
@@ -139,11 +109,12 @@ def compose_and_load_yaml(text: str | bytes, loader: Any) -> tuple[Any, Any]:
         finally:
             reader.dispose()
 
-    found: tuple[Any, Any] = _read_yaml(read, text, loader)
+    found: tuple[Any, Any] = load_yaml(text, loader, read)
     return found
 
 
-def _read_yaml(read: Callable[..., Any], text: str | bytes, loader: Any) -> Any:
+def load_yaml(text: str | bytes, loader: Any, read: Callable[..., Any] = yaml.load) -> Any:
+    """Return what `read` makes of the YAML text with `loader`. Raise InvalidYAML for any error."""
     try:
         return read(text, Loader=loader)
     except RecursionError as error:
@@ -248,12 +219,14 @@ MAX_YAML_VALUES = 100_000
 _LOADER_BASES: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
-class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
-    """Loader of safe YAML with bounded depth and size.
+class BoundedLoader(*_LOADER_BASES):  # type: ignore[misc]
+    """Loader of safe YAML with bounded depth and size. An error in a value has the value's line.
 
     libyaml splits the text into events and Python composes the nodes: libyaml's own composer recurses on the
     C stack, which a deeply nested text would overflow.
     """
+
+    accepts_aliases = True
 
     def __init__(self, stream: str | bytes) -> None:
         super().__init__()
@@ -262,6 +235,8 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Read one YAML node. Raise YAMLError if it is nested too deeply, or if there are too many nodes."""
+        if not self.accepts_aliases and self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not accepted")
         self._level += 1
         self._count_nodes(1)
         if self._level > MAX_LEVELS:
@@ -269,6 +244,19 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
         node = super().compose_node(parent, index)
         self._level -= 1
         return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Convert one YAML node to a Python value.
+
+        Raise YAMLError for a value that Python cannot represent.
+        """
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:
+            reason = f"not a value of {str(node.tag).rpartition(':')[2]}: {error}"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
 
     def flatten_mapping(self, node: Any) -> None:
         """Apply the merges (`<<`) of a mapping. Raise YAMLError if they copy too many values."""
@@ -286,11 +274,7 @@ class BoundedLoader(LocatedErrors, *_LOADER_BASES):  # type: ignore[misc]
 class PlainLoader(BoundedLoader):
     """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Read one YAML node. Raise YAMLError for an alias."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not accepted")
-        return super().compose_node(parent, index)
+    accepts_aliases = False
 
 
 def _merged_mappings(node: Any) -> list[Any]:

@@ -40,7 +40,7 @@ from localai_cluster.rpc.messages import (
     TranscriptStreamResponse,
     TTSRequest,
 )
-from localai_cluster.rpc.stream_client import MAX_MESSAGE_BYTES, StreamChannel
+from localai_cluster.rpc.stream_client import MAX_MESSAGE_BYTES, StreamCall, StreamChannel, UnaryCall
 
 # The in-flight count rises when a replica is picked and falls when the response is complete (R2.74). So a
 # tracked method may be called only through a client that the pool of the inference gateway provides
@@ -144,7 +144,7 @@ class BackendClient:
     ) -> Any:
         """Return a call that has one reply, by grpcio or by our own client. Await it for the reply."""
         if self._streams is not None:
-            return self._streams.unary(method, parse, options.SerializeToString(), timeout)
+            return UnaryCall(self._streams, method, parse, options.SerializeToString(), timeout)
         return getattr(self._stub, method)(options, timeout=timeout, metadata=self._metadata)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
@@ -152,7 +152,7 @@ class BackendClient:
         call: Any
         if self._streams is not None:
             request = options.SerializeToString()
-            call = self._streams.stream("PredictStream", Reply.FromString, request, timeout)
+            call = StreamCall(self._streams, "PredictStream", Reply.FromString, request, timeout)
         else:
             call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
         return Replies(call, self._channel, self._translate_error)

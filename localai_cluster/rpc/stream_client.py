@@ -52,7 +52,8 @@ Parse = Callable[[bytes], Response]
 class StreamCall(http2.Stream, Generic[Response]):
     """A call whose reply is a stream of messages.
 
-    The call starts when its first message is awaited. A status or `cancel` ends it.
+    The call starts when its first message is awaited, and so does its `timeout` in seconds. A status or
+    `cancel` ends it.
     """
 
     def __init__(
@@ -88,18 +89,15 @@ class StreamCall(http2.Stream, Generic[Response]):
                 is_compressed, length = _MESSAGE_PREFIX_STRUCT.unpack_from(buffer, self._begin)
                 if len(buffer) >= begin + length and not is_compressed:
                     self._begin = begin + length
-                    return self._parse(bytes(buffer[begin : self._begin]))
+                    try:
+                        return self._parse_message(bytes(buffer[begin : self._begin]))
+                    except DecodeError:
+                        self._abort(StatusCode.INTERNAL, "Exception deserializing response!")
+                        self._raise_end(StatusCode.INTERNAL, "Exception deserializing response!")
                 self._check_prefix(is_compressed, length)
             if self._status is not None:
                 self._raise_end(*self._status)
             await self._wait()
-
-    def _parse(self, message: bytes) -> Response:
-        try:
-            return self._parse_message(message)
-        except DecodeError:
-            self._abort(StatusCode.INTERNAL, "Exception deserializing response!")
-            self._raise_end(StatusCode.INTERNAL, "Exception deserializing response!")
 
     def _check_prefix(self, is_compressed: int, length: int) -> None:
         if is_compressed:
@@ -271,19 +269,6 @@ class StreamChannel:
         self._headers: dict[str, bytes] = {}
         """The encoded headers of each method."""
 
-    def stream(
-        self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
-    ) -> StreamCall[Response]:
-        """Return a call of `method` with streamed replies; its `timeout` in seconds starts at the first
-        read."""
-        return StreamCall(self, method, parse, request, timeout)
-
-    def unary(
-        self, method: str, parse: Parse[Response], request: bytes, timeout: float | None
-    ) -> UnaryCall[Response]:
-        """Return a call of `method` that has one reply. It starts when awaited, and returns the reply."""
-        return UnaryCall(self, method, parse, request, timeout)
-
     def submit(self, call: StreamCall[Any]) -> None:
         """Queue a call until the connection has capacity for its stream."""
         if self._idle is not None and call not in self._calls:
@@ -306,15 +291,13 @@ class StreamChannel:
         connection = self._connection
         while connection is not None and self._queue and connection.has_capacity:
             call = self._queue.popitem(last=False)[0]
-            call.open(connection, self._headers.get(call.method) or self._encode_headers(call.method))
+            if call.method not in self._headers:
+                pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE_PATH + call.method}
+                pseudo[":authority"] = str(self._address)
+                self._headers[call.method] = http2.encode_headers(pseudo.items()) + self._common_headers
+            call.open(connection, self._headers[call.method])
         if self._queue and self._connection is None and self._dial is None:
             self._dial = asyncio.get_running_loop().create_task(self._connect())
-
-    def _encode_headers(self, method: str) -> bytes:
-        pseudo = {":method": "POST", ":scheme": "http", ":path": SERVICE_PATH + method}
-        pseudo[":authority"] = str(self._address)
-        self._headers[method] = http2.encode_headers(pseudo.items()) + self._common_headers
-        return self._headers[method]
 
     async def _connect(self) -> None:
         connection = http2.Connection(self)

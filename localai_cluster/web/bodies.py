@@ -39,25 +39,17 @@ def too_many_bodies() -> Unavailable:
     return Unavailable("too many request bodies are arriving at once; try again", retry_after=1)
 
 
+@dataclass(eq=False)
 class Budget:
-    """Counts the bytes of bodies that a process holds. For one event loop."""
+    """The bytes of bodies that a process holds, and their limit. For one event loop."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.held = 0
+    limit: int
+    held: int = 0
 
     @property
     def is_half_used(self) -> bool:
         """True if the bodies of callers that are not authenticated must wait for their authentication."""
         return self.held * 2 >= self.limit
-
-    def take(self, size: int) -> None:
-        """Add `size` bytes to the held ones."""
-        self.held += size
-
-    def give_back(self, size: int) -> None:
-        """Subtract `size` bytes from the held ones."""
-        self.held -= size
 
     @property
     def is_exceeded(self) -> bool:
@@ -135,7 +127,7 @@ class Body:
         message = await self.receive()
         part: bytes = message.get("body", b"")
         self._size += len(part)
-        self._budget.take(len(part))
+        self._budget.held += len(part)
         if self._size > self._limit:
             if self._too_large is not None:
                 raise self._too_large(self._limit)
@@ -146,16 +138,8 @@ class Body:
 
     def release(self) -> None:
         """Give the bytes of this body back to the budget."""
-        self._budget.give_back(self._size)
+        self._budget.held -= self._size
         self._parts, self._size = [], 0
-
-    @property
-    def is_long(self) -> bool:
-        """True if the unread rest of the body may be too long to read it before an error response."""
-        if self.is_complete:
-            return False
-        declared = self.declared_size()
-        return declared is None or declared > FIRST_PART_BYTES
 
     async def answer(self, send: wire.Send, answer: wire.Answer) -> None:
         """Send a response. Close the connection if a long part of the body is unread.
@@ -163,7 +147,8 @@ class Body:
         Many clients read the response only after they have sent the complete body, so the rest of the body is
         read and dropped for a few seconds. A client over its limit of failures (429) is disconnected at once.
         """
-        if not self.is_long:
+        declared = 0 if self.is_complete else self.declared_size()
+        if declared is not None and declared <= FIRST_PART_BYTES:
             await wire.send_answer(send, answer)
             return
         headers = (*answer.headers, (b"connection", b"close"))
@@ -219,7 +204,7 @@ class BoundedBody:
                 return {**message, "body": b""}
             passed += len(message.get("body", b""))
             if passed > ADMITTED_BYTES:
-                self._budget.take(passed - counted)
+                self._budget.held += passed - counted
                 counted = passed
                 refused = self._budget.is_exceeded
                 if refused:
@@ -231,7 +216,7 @@ class BoundedBody:
             if refused:
                 raise too_many_bodies()
         finally:
-            self._budget.give_back(counted)
+            self._budget.held -= counted
 
 
 class Utf8Only:

@@ -17,9 +17,9 @@ the lookup fails after a complete download (contract/nats.md §4.1).
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from localai_cluster.gallery_index import default_backend_name
 from localai_cluster.kit import clock, failpoints, names
@@ -121,8 +121,6 @@ _watch_tasks: set["asyncio.Task[Any] | None"] = set()
 
 R = TypeVar("R")
 T = TypeVar("T")
-Refusal = Callable[[R], str]
-"""Function that returns why a reply means failure; empty for a success."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,6 @@ class Worker:
         return await self._request(
             messages.EmptyRequest(),
             messages.ListReply,
-            lambda reply: reply.error,
             timeout,
             point="backend.list",
         )
@@ -177,7 +174,6 @@ class Worker:
         return await self._request(
             messages.RunningRequest(measure),
             messages.RunningReply,
-            lambda reply: reply.error,
             timeout,
             point="models.running",
         )
@@ -188,7 +184,6 @@ class Worker:
         return await self._request(
             messages.StopModelRequest(name, process_key, address),
             messages.StopModelReply,
-            lambda reply: "" if reply.terminated else reply.error or "termination not confirmed",
             STOP_TIMEOUT,
             point="model.stop",
         )
@@ -198,7 +193,6 @@ class Worker:
         return await self._request(
             messages.UnloadRequest(model_name, address),
             messages.UnloadReply,
-            _failure,
             MODEL_TIMEOUT,
             point="model.unload",
         )
@@ -208,7 +202,6 @@ class Worker:
         return await self._request(
             messages.DeleteModelRequest(model_name),
             messages.DeleteModelReply,
-            _failure,
             MODEL_TIMEOUT,
             point="model.delete",
         )
@@ -241,7 +234,6 @@ class Worker:
                 return await self._command(
                     command,
                     messages.InstallReply,
-                    _failure,
                     timeout,
                     point="backend.install",
                 )
@@ -263,7 +255,6 @@ class Worker:
             outcome = await self._command(
                 request,
                 messages.UpgradeReply,
-                _failure,
                 timeout,
                 point="backend.upgrade",
             )
@@ -280,7 +271,7 @@ class Worker:
                 install_only=True,
             )
             answer = await self._command(
-                forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
+                forced, messages.InstallReply, timeout, point="backend.install.forced"
             )
         match answer:
             case Done():
@@ -295,7 +286,6 @@ class Worker:
         return await self._command(
             messages.DeleteRequest(without_gallery(backend)),
             messages.DeleteReply,
-            _failure,
             timeout,
             point="backend.delete",
         )
@@ -310,7 +300,6 @@ class Worker:
         outcome = await self._request(
             messages.CancelRequest(op_id),
             messages.CancelReply,
-            lambda reply: "" if reply.success else reply.error or "the worker reported no reason",
             CANCEL_TIMEOUT,
             point="backend.cancel",
         )
@@ -356,9 +345,7 @@ class Worker:
         """True if our connection is old enough for a missing listener to prove a missing worker."""
         return clock.monotonic() - self.bus.connected_since >= RECONNECT_GRACE
 
-    async def _request(
-        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
-    ) -> Outcome[R]:
+    async def _request(self, request: object, kind: type[R], timeout: float, *, point: str) -> Outcome[R]:
         """Send one request; return its outcome.
 
         `point` is the command's name in metrics and for failpoints, with `.forced` for an install in place of
@@ -379,14 +366,12 @@ class Worker:
         except DecodeError as error:
             outcome = Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
         else:
-            reason = names.to_readable_text(refusal(reply))
+            reason = names.to_readable_text(_failure(reply))
             outcome = Refused(reason, reply) if reason else Done(reply)
         metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
         return outcome
 
-    async def _command(
-        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
-    ) -> Outcome[R]:
+    async def _command(self, request: object, kind: type[R], timeout: float, *, point: str) -> Outcome[R]:
         """Send the command, and again after each reconnect; watch the worker meanwhile."""
         deadline, instance = clock.monotonic() + timeout, self.instance
         ping_first = not (instance or self.answered)
@@ -406,7 +391,7 @@ class Worker:
                         assert_never(contact)
             outcome = await first_result(
                 self._watch(self.bus.generation, instance),
-                self._send(request, kind, refusal, remaining, point=point),
+                self._send(request, kind, remaining, point=point),
             )
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
@@ -414,13 +399,11 @@ class Worker:
             await asyncio.sleep(_RETRY_PAUSE_SECONDS)
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 
-    async def _send(
-        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
-    ) -> Outcome[R]:
+    async def _send(self, request: object, kind: type[R], timeout: float, *, point: str) -> Outcome[R]:
         """Send the request until it finds a listener, or the lack of a listener is certain."""
         misses = 0
         while True:
-            outcome = await self._request(request, kind, refusal, timeout, point=point)
+            outcome = await self._request(request, kind, timeout, point=point)
             misses += 1
             if not isinstance(outcome, NoResponders):
                 return outcome
@@ -455,14 +438,12 @@ class Worker:
                     assert_never(answer)
 
 
-class _Verdict(Protocol):
-    @property
-    def success(self) -> bool: ...
-    @property
-    def error(self) -> str: ...
-
-
-def _failure(reply: _Verdict) -> str:
+def _failure(reply: Any) -> str:
+    """Return why a worker's reply means failure; "" for a success."""
+    if isinstance(reply, messages.ListReply | messages.RunningReply):
+        return reply.error
+    if isinstance(reply, messages.StopModelReply):
+        return "" if reply.terminated else reply.error or "termination not confirmed"
     return "" if reply.success else reply.error or "the worker reported no reason"
 
 

@@ -141,27 +141,23 @@ def store_snapshot(snapshot: SnapshotSections, *, now: datetime) -> SnapshotRef:
     Inside a transaction the snapshot gets a base of its own, because a base that may be rolled back must have
     no further entries.
     """
+    global _log
     if connection.in_atomic_block:
         return _create_base(find_changes({}, snapshot), now)
     with _log_lock:
-        return _store(snapshot, now)
-
-
-def _store(snapshot: SnapshotSections, now: datetime) -> SnapshotRef:
-    global _log
-    log = _log
-    if log is not None:
-        difference = find_changes(log.state, snapshot)
-        if not difference and log.can_continue(now, LIFETIME_UNCHANGED):
-            return SnapshotRef(log.base, log.position)
-        if log.can_continue(now, LIFETIME) and _append(log, difference, now):
-            return SnapshotRef(log.base, log.position)
-    _log = None
-    content = find_changes({}, snapshot)
-    reference = _create_base(content, now)
-    _log = _Log(reference.base, now, len(encode(content)))
-    apply_changes(_log.state, content)
-    return reference
+        log = _log
+        if log is not None:
+            difference = find_changes(log.state, snapshot)
+            if not difference and log.can_continue(now, LIFETIME_UNCHANGED):
+                return SnapshotRef(log.base, log.position)
+            if log.can_continue(now, LIFETIME) and _append(log, difference, now):
+                return SnapshotRef(log.base, log.position)
+        _log = None
+        content = find_changes({}, snapshot)
+        reference = _create_base(content, now)
+        _log = _Log(reference.base, now, len(encode(content)))
+        apply_changes(_log.state, content)
+        return reference
 
 
 def _append(log: _Log, difference: Changes, now: datetime) -> bool:

@@ -413,15 +413,6 @@ SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
 """
 
 
-def _read_watermark(previous: _Watermark | None) -> _Watermark:
-    # `xmin` has the low 32 bits of the transaction number.
-    since = previous.xid % 2**32 if previous is not None else 0
-    with connection.cursor() as cursor:
-        cursor.execute(_READ_WATERMARK_SQL, [since] * 3)
-        xid, server, *counts = cursor.fetchone()
-    return _Watermark(xid, server, counts)
-
-
 class FleetCache:
     """The nodes and replicas as of the last refresh. Thread-safe."""
 
@@ -472,7 +463,12 @@ class FleetCache:
 
     def _refresh(self) -> None:
         previous, self._watermark = self._watermark, None  # after a failure the next refresh reads all
-        watermark = _read_watermark(previous)
+        # `xmin` has the low 32 bits of the transaction number.
+        since = previous.xid % 2**32 if previous is not None else 0
+        with connection.cursor() as cursor:
+            cursor.execute(_READ_WATERMARK_SQL, [since] * 3)
+            xid, server, *counts = cursor.fetchone()
+        watermark = _Watermark(xid, server, counts)
         if previous is not None and watermark.follows(previous):
             changed = self._rows.refresh(watermark.counts)
         else:

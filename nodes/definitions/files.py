@@ -310,6 +310,9 @@ def parse_definition(document: object, source: str) -> Definition:
     options = {**_DEFAULT_OPTIONS, "Model": model, **_options_of(settings)}
     cases, warnings = parse_use_cases(document.get("known_usecases"), backend, options)
     generation = parse_generation(document, parameters)
+    download_on = document.get("download_on")
+    if download_on is not None and download_on not in DOWNLOAD_ON:
+        raise UnusableDefinition(f"has a `download_on` that is none of {', '.join(DOWNLOAD_ON)}")
     return Definition(
         name,
         backend,
@@ -323,16 +326,9 @@ def parse_definition(document: object, source: str) -> Definition:
         document.get("token_ids") is True,
         stated_bytes(document, "vram_needed"),
         document.get("disabled") is True,
-        _download_on(document),
+        str(download_on or ""),
         auto_layers,
     )
-
-
-def _download_on(document: Mapping[Any, Any]) -> str:
-    value = document.get("download_on")
-    if value is not None and value not in DOWNLOAD_ON:
-        raise UnusableDefinition(f"has a `download_on` that is none of {', '.join(DOWNLOAD_ON)}")
-    return str(value or "")
 
 
 _SIZE_PATTERN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([kmgt])(i?)b", re.ASCII | re.IGNORECASE)

@@ -73,12 +73,23 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
     options, at_source = definition.options, files_at_source(folder, definition.files)
     named = {name: safe_join(folder, options.get(name)) for name in ("Model", *FILE_OPTIONS)}
     adapters = [safe_join(folder, text) for text in options.get(ADAPTERS, ())] or [named["LoraAdapter"]]
-    payload = sum(size for _, size in files_of(folder, definition))
-    weights, header = _read_weights(named["Model"], at_source)
-    draft, draft_header = _read_weights(named["DraftModel"], at_source)
-    of_adapters = sum(size for path in adapters if path is not None for _, size in _files(path, at_source))
-    projector = sum(size for _, size in _files(named["MMProj"], at_source)) if named["MMProj"] else 0
-    return ModelFiles(weights, payload, header, projector, of_adapters, draft, draft_header)
+    files: dict[Path | None, list[tuple[str, int]]] = {}
+    sizes: dict[Path | None, int] = {}
+    for path in named_paths(folder, definition):
+        files[path] = list(_files(path, at_source))
+        sizes[path] = sum(size for _, size in files[path])
+    model, draft_model = named["Model"], named["DraftModel"]
+    weights, header = _read_weights(model, files.get(model, ()), at_source)
+    draft, draft_header = _read_weights(draft_model, files.get(draft_model, ()), at_source)
+    return ModelFiles(
+        weights,
+        sum(sizes.values()),
+        header,
+        sizes.get(named["MMProj"], 0),
+        sum(sizes.get(path, 0) for path in adapters),
+        draft,
+        draft_header,
+    )
 
 
 def named_paths(folder: Path, definition: Definition) -> set[Path]:
@@ -128,16 +139,16 @@ def safe_join(folder: Path, text: object) -> Path | None:
 
 def _files(path: Path, at_source: RecordedFiles) -> Iterator[tuple[str, int]]:
     """Yield path and size of the file and its shards, or of every file in the folder."""
-    yield from _present_files(path)
+    if os.path.isdir(path):
+        yield from _files_in_folder(path)
+    else:
+        for shard in shards(path):
+            yield from _stat_file(shard)
     for name, file in files_below(path, at_source, shards(path)).items():
         yield name, file.size
 
 
-def _present_files(path: Path) -> Iterator[tuple[str, int]]:
-    if not os.path.isdir(path):
-        for shard in shards(path):
-            yield from _stat_file(shard)
-        return
+def _files_in_folder(path: Path) -> Iterator[tuple[str, int]]:
     remaining = MAX_FILES
     for base, _, file_names in os.walk(path):
         names = without_side_files(file_names)
@@ -176,13 +187,14 @@ def _stat_file(path: Path) -> Iterator[tuple[str, int]]:
         yield str(path), status.st_size
 
 
-def _read_weights(model: Path | None, at_source: RecordedFiles) -> tuple[int, Header | None]:
-    """Return the bytes of a model's weights, and its header (R2.41).
+def _read_weights(
+    model: Path | None, files: Sequence[tuple[str, int]], at_source: RecordedFiles
+) -> tuple[int, Header | None]:
+    """Return the bytes of a model's weights among its `files`, and its header (R2.41).
 
     The weights in a folder are all weight files; if the folder has GGUF variants, the largest variant with
     its shards.
     """
-    files = list(_files(model, at_source)) if model is not None else []
     if model is None or not (os.path.isdir(model) or any(name.startswith(f"{model}/") for name in at_source)):
         return sum(size for _, size in files), _read_headers(sorted(name for name, _ in files), at_source)
     files = [(name, size) for name, size in files if name.endswith(_WEIGHT_SUFFIXES)]

@@ -65,8 +65,8 @@ Handler = Callable[[InferenceRequest], Awaitable[Answer | StreamedAnswer]]
 """Processes one request; returns the response, or a response that is sent in pieces."""
 
 
-class _AnswerScope(CancelScope):
-    """A context manager around the work on one response; `cancel_all_answers` cancels the block."""
+class CancelOnStop(CancelScope):
+    """A context manager whose block `cancel_all_answers` ends with Unavailable."""
 
     def __enter__(self) -> Self:
         _answer_scopes.add(self)
@@ -77,12 +77,7 @@ class _AnswerScope(CancelScope):
         super().__exit__(kind)
 
 
-_answer_scopes: set[_AnswerScope] = set()
-
-
-def cancel_on_stop() -> CancelScope:
-    """Return a context manager whose block `cancel_all_answers` ends with Unavailable."""
-    return _AnswerScope()
+_answer_scopes: set[CancelOnStop] = set()
 
 
 def cancel_all_answers() -> None:
@@ -227,7 +222,7 @@ class Endpoint:
         self, request: InferenceRequest, handler: Handler, send: Send
     ) -> Answer | tuple[int, bytes]:
         try:
-            with cancel_on_stop():
+            with CancelOnStop():
                 answer = await handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
@@ -288,7 +283,8 @@ async def identify_caller(request: InferenceRequest, scope: Scope) -> None:
     password = _basic_password(headers.get("authorization", ""))
     if password is not None and _lacks_browser_headers(scope):
         headers["authorization"] = f"Bearer {password}"
-    credential = principals.read_credential(headers)
+    offered = principals.offered_credential(headers)
+    credential = None if offered is None else principals.classify_credential(offered)
     if isinstance(credential, StoredKey):
         request.key_hash = request.key_owner = credential.hash
     elif credential is None and _lacks_browser_headers(scope) and _is_admitted(request.client_address):
@@ -299,12 +295,12 @@ async def identify_caller(request: InferenceRequest, scope: Scope) -> None:
         request.principal = await sessions.principal_of_request(scope)
         request.names_node = request.principal.is_admin
     elif not credential.is_authenticated:
-        if principals.offered_credential(headers):
+        if offered:
             raise WrongKey()
         raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential
-        request.key_owner = principals.hash_secret(principals.offered_credential(headers) or "")
+        request.key_owner = principals.hash_secret(offered or "")
 
 
 def _is_admitted(address: str) -> bool:

@@ -119,11 +119,12 @@ class _StatementBatch:
             if not request.model:
                 self.numbers.append(())
                 continue
-            pick_request = request.pick_request
+            within, ratio = (request.model, request.candidates), request.cached_ratio
+            scope = self._scopes.setdefault(within, -1 - len(self._scopes))
+            pick_request = PickRequest(*within, request.preferred, ratio, scope)
             ask = self._asks.setdefault(pick_request, len(self._asks))
-            scope = self._scopes.setdefault(pick_request.scope, -1 - len(self._scopes))
             self._picks[ask, request.key_hash] += 1
-            self.numbers.append((ask,) if pick_request.cached_ratio is None else (ask, scope))
+            self.numbers.append((ask,) if ratio is None else (ask, scope))
 
     def document(self, weights: PrefixWeights) -> dict[str, Any]:
         """Return the document for the statement, with prefix weights if a pick has a prompt."""
@@ -131,7 +132,7 @@ class _StatementBatch:
         document = {
             "keys": list({request.key_hash for request in self.requests if request.key_hash}),
             "picks": [
-                self._pick_document(pick_requests[ask], ask) | {"key": key, "n": n}
+                _pick_document(pick_requests[ask]) | {"ask": ask, "key": key, "n": n}
                 for (ask, key), n in self._picks.items()
             ],
             "releases": [{"id": replica, "n": n} for replica, n in self._released.items()],
@@ -152,16 +153,16 @@ class _StatementBatch:
             },
         }
 
-    def _pick_document(self, pick_request: PickRequest, ask: int) -> dict[str, Any]:
-        return {
-            "ask": ask,
-            "scope": self._scopes[pick_request.scope],
-            "model": pick_request.model,
-            "nodes": None if pick_request.candidates is None else sorted(pick_request.candidates),
-            "node": pick_request.preferred and pick_request.preferred[0],
-            "index": pick_request.preferred and pick_request.preferred[1],
-            "ratio": pick_request.cached_ratio,
-        }
+
+def _pick_document(pick_request: PickRequest) -> dict[str, Any]:
+    return {
+        "scope": pick_request.scope,
+        "model": pick_request.model,
+        "nodes": None if pick_request.candidates is None else sorted(pick_request.candidates),
+        "node": pick_request.preferred and pick_request.preferred[0],
+        "index": pick_request.preferred and pick_request.preferred[1],
+        "ratio": pick_request.cached_ratio,
+    }
 
 
 class Picker:

@@ -39,11 +39,8 @@ class PickRequest(NamedTuple):
     candidates: frozenset[UUID] | None
     preferred: tuple[UUID, int] | None
     cached_ratio: float | None
-
-    @property
-    def scope(self) -> tuple[str, frozenset[UUID] | None]:
-        """The model and the allowed nodes, within which picks are distributed together."""
-        return self.model, self.candidates
+    scope: int
+    """Number of the model with its allowed nodes, within which picks are distributed together."""
 
 
 _NO_FORM = Form()
@@ -104,11 +101,6 @@ class InferenceRequest:
     def requester(self) -> Requester:
         """The caller, as an operation records it."""
         return Requester(self.principal.name, self.request_id, self.client_address)
-
-    @property
-    def pick_request(self) -> PickRequest:
-        """The conditions of the next pick."""
-        return PickRequest(self.model, self.candidates, self.preferred, self.cached_ratio)
 
     def ignore_prefixes(self) -> None:
         """Ignore prefixes in all further picks of this request."""

@@ -19,7 +19,7 @@ from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Header, Outgoing, Send
 from nodes.gateway import generate
-from nodes.gateway.endpoint import cancel_on_stop
+from nodes.gateway.endpoint import CancelOnStop
 from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
@@ -230,7 +230,7 @@ class ByteStream:
         has_started = False
         with Outgoing(send) as client:
             try:
-                with cancel_on_stop():
+                with CancelOnStop():
                     async with aclosing(self._pieces) as pieces:
                         async for piece in pieces:
                             if not has_started:

@@ -24,9 +24,9 @@ from nodes.decisions.decision_log import DecisionRecord, NodeSlot
 from nodes.definitions.files import Definition
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.models import DecisionKind
+from nodes.placement.evict import Eviction
 from nodes.placement.explain import MAX_SENTENCE_LENGTH, DecisionOutcome, truncate
 from nodes.placement.load_times import NodeBackoffs, add_failure, into_payload
-from nodes.replicas import eviction
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, retry_delay
 from operations.ledger.progress import Tick
@@ -120,16 +120,6 @@ _RECORDED_ERRORS = (WorkerGone, Lost, Refused, Busy, LoadFailed, Abandoned, Post
 
 
 @dataclass(frozen=True)
-class PendingEviction:
-    """The replicas that must stop before the engine starts, and a sentence about them for the operation."""
-
-    replicas: tuple[UUID, ...]
-    why: str
-    seconds: float = eviction.STOPS_WITHIN.total_seconds()
-    """Seconds within which the replicas must stop, including the end of their running requests."""
-
-
-@dataclass(frozen=True)
 class Attempt:
     """One claimed attempt of a load with its reserved slot."""
 
@@ -146,8 +136,8 @@ class Attempt:
     """Bytes of the model's files; 0 = unknown."""
     listed: messages.ListReply | None = None
     """The worker's list of backends; None if it is older than the moment when the slot became free."""
-    eviction: PendingEviction | None = None
-    """The replicas that must stop on the node first; None if no replica must stop."""
+    eviction: Eviction | None = None
+    """The replicas that must stop on the node before the engine starts; None if no replica must stop."""
 
     @property
     def process_key(self) -> str:

@@ -31,7 +31,6 @@ from nodes.loading import load_attempts, load_info, load_request
 from nodes.loading.load_attempts import (
     Attempt,
     Cause,
-    PendingEviction,
     WorkerGone,
     refusals,
     refusals_error,
@@ -140,10 +139,10 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
             listed = listings[explanation.node.id]
             instance = listed.instance if listed is not None else ""
             worker = Worker(bus, str(slot.node_id), slot.node_name, instance, answered=listed is not None)
-            deadline, pending = ProgressDeadline(work), pending_eviction(None if slot.gpu_layers else victims)
+            deadline, evicted = ProgressDeadline(work), None if slot.gpu_layers else victims
             why, payload = explanation.sentence, wanted.payload
             return Attempt(
-                work, wanted.definition, slot, worker, backoffs, why, deadline, payload, listed, pending
+                work, wanted.definition, slot, worker, backoffs, why, deadline, payload, listed, evicted
             )
         # The next snapshot shows the reason too, so this node is refused then.
         log.info("no place for %s on %s: %s", wanted.definition.name, explanation.node.name, slot.reason)
@@ -338,28 +337,21 @@ def find_eviction(
     return choose_victims(nodes, residents, guard, need)
 
 
-def pending_eviction(victims: Eviction | None) -> PendingEviction | None:
-    """Return the replicas that the load must wait for; None without an eviction."""
-    if victims is None:
-        return None
-    replicas, seconds = [*victims.victims, *victims.leaving], eviction.STOPS_WITHIN.total_seconds()
+async def wait_until_evicted(attempt: Attempt, evicted: Eviction) -> None:
+    """Wait until the evicted replicas have stopped. Raise WorkerGone if one of them stays or serves again."""
+    replicas, seconds = [*evicted.victims, *evicted.leaving], eviction.STOPS_WITHIN.total_seconds()
     if any(replica.in_flight for replica in replicas):
         seconds += conf.cluster().request_timeout
-    return PendingEviction(tuple(replica.id for replica in replicas), victims.why, seconds)
-
-
-async def wait_until_evicted(attempt: Attempt, pending: PendingEviction) -> None:
-    """Wait until the evicted replicas have stopped. Raise WorkerGone if one of them stays or serves again."""
-    deadline, node_name = clock.monotonic() + pending.seconds, attempt.slot.node_name
-    await attempt.report("loading", pending.why)
-    while remaining := await in_thread(_remaining_replicas, pending):
+    deadline, node_name = clock.monotonic() + seconds, attempt.slot.node_name
+    await attempt.report("loading", evicted.why)
+    while remaining := await in_thread(_remaining_replicas, [replica.id for replica in replicas]):
         if serving := [name for name, state in remaining if state == ReplicaState.LOADED]:
             raise WorkerGone(f"{join_names(serving)} on {node_name} serves again")
         if clock.monotonic() >= deadline:
             names = join_names(name for name, _ in remaining)
-            raise WorkerGone(f"{names} on {node_name} did not stop within {pending.seconds:.0f} s")
+            raise WorkerGone(f"{names} on {node_name} did not stop within {seconds:.0f} s")
         await asyncio.sleep(EVICTION_POLL)
 
 
-def _remaining_replicas(pending: PendingEviction) -> list[tuple[str, str]]:
-    return [(str(row), row.state) for row in eviction.remaining_rows(pending.replicas)]
+def _remaining_replicas(replica_ids: Sequence[UUID]) -> list[tuple[str, str]]:
+    return [(str(row), row.state) for row in eviction.remaining_rows(replica_ids)]

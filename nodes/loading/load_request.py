@@ -93,13 +93,13 @@ def initial_seconds() -> float:
     return load_times.progress_deadline(cluster.install_timeout, cluster.model_load_timeout)
 
 
+@dataclass(eq=False)
 class ProgressDeadline:
     """The progress deadline of a load, as one attempt extends it. Only a scale-up has one."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._moved_at = -_WRITE_INTERVAL
-        self._bytes = 0
+    _work: Work
+    _moved_at: float = -_WRITE_INTERVAL
+    _bytes: int = 0
 
     async def extend_on_progress(self, current_bytes: int) -> None:
         """Extend the deadline to `STALL` from now if `current_bytes` has increased."""

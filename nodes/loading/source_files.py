@@ -199,7 +199,7 @@ def plan_files(
     lost its marker.
     """
     at_source = files_at_source(folder, recorded or {})
-    if lacks_marker(folder, at_source.values()):
+    if at_source and lacks_marker(folder, at_source.values()):
         raise FolderReplaced(folder)
     reader = _FolderReader(folder, name, at_source)
     named: list[NamedFiles] = []
@@ -263,7 +263,7 @@ class _FolderReader:
                 self._model_folders = [path, path.parent] if is_folder else [path.parent]
             if not real.exists() and not absent:
                 continue  # a link to nothing
-            files = [*(self._files(path, real) if real.exists() else self._present_parts(path))]
+            files = list(self._files(path, real))
             files += [self._file_at_source(Path(name), file) for name, file in absent.items()]
             if not files:
                 raise Unsendable("is an empty folder")
@@ -296,7 +296,9 @@ class _FolderReader:
     def _files(self, path: Path, real: Path) -> Iterator[LocalFile]:
         """Yield the file with the files that belong to it, or all files below the folder."""
         if not real.is_dir():
-            yield from self._present_parts(path)
+            for part in self._parts(path):
+                if part.exists():
+                    yield self._file(part)
             return
         count = 0
         for base, folders, filenames in os.walk(path, onerror=_raise_walk_error):
@@ -306,9 +308,6 @@ class _FolderReader:
                 if count > MAX_FILES:
                     raise Unsendable(f"has more than {MAX_FILES} files")
                 yield self._file(Path(base, name))
-
-    def _present_parts(self, path: Path) -> Iterator[LocalFile]:
-        return (self._file(part) for part in self._parts(path) if part.exists())
 
     def _parts(self, path: Path) -> list[Path]:
         """Return the file, its further shards and its sidecar file."""
@@ -419,7 +418,10 @@ class FileHasher:
         self.stamp = stamp_of(status)
         if status.st_size != file.size:
             raise FileChanged(f"{file.relative} was changed meanwhile")
-        stored = await in_thread(_stored_hash, file.relative, self.stamp, clock.now() - RETENTION)
+        rows = FileHash.objects.filter(
+            path=file.relative, stamp=self.stamp, hashed_at__gte=clock.now() - RETENTION
+        )
+        stored = await in_thread(rows.values_list("sha256", flat=True).first)
         if stored is not None:
             self.sha256 = stored
             return
@@ -433,11 +435,6 @@ class FileHasher:
         settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER_SECONDS
         if settled and len(file.relative.encode()) <= _MAX_PATH_LENGTH:
             await in_thread(store_hash, file.relative, self.stamp, self.sha256, clock.now())
-
-
-def _stored_hash(path: str, stamp: str, since: datetime) -> str | None:
-    matching_rows = FileHash.objects.filter(path=path, stamp=stamp, hashed_at__gte=since)
-    return matching_rows.values_list("sha256", flat=True).first()
 
 
 def store_hash(path: str, stamp: str, sha256: str, now: datetime) -> None:

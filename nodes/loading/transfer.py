@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from localai_cluster.kit import clock, names
+from localai_cluster.kit import clock, names, untrusted
 from localai_cluster.kit.quantities import human_bytes
 from nodes.definitions.recorded_files import FileSource
 from nodes.loading import worker_fetch
@@ -213,10 +213,6 @@ class RemoteFile:
         """Return True if the worker has the complete file with this hash."""
         return self.status == 200 and bool(self.path) and self.sha256 == sha256
 
-    def offset(self, size: int, sha256: str) -> int:
-        """Return the position from which a file of this size and hash can be resumed."""
-        return self.size if 0 < self.size < size and self.target == sha256 else 0
-
 
 @dataclass(frozen=True)
 class PutResponse:
@@ -383,7 +379,8 @@ class Transfer:
                 if remote.has(sha256):
                     path = remote.path
                     break
-                offset = remote.offset(self.file.size, sha256)
+                is_part = 0 < remote.size < self.file.size and remote.target == sha256
+                offset = remote.size if is_part else 0
                 # A range that was refused would be refused again while something in between hides the
                 # worker's state: then the file is sent from its beginning, without a range.
                 ranged = self.file.size > 0 and offset != refused_offset
@@ -441,7 +438,9 @@ class Transfer:
         try:
             body = self._pieces(source, offset, end)
             async with self._client.stream("PUT", self._url, content=body, headers=headers) as response:
-                return PutResponse(response.status_code, await _text(response))
+                # The worker is not trusted: the beginning of its response is enough.
+                text = await untrusted.read_at_most(response.aiter_raw(), _MAX_RESPONSE_BYTES - 1)
+                return PutResponse(response.status_code, text.decode("utf-8", "replace"))
         finally:
             self._end_hashing()
             source.close()
@@ -486,13 +485,3 @@ class Transfer:
         self._reason, self._pauses = reason, self._pauses + 1
         self._meter.now = f"{self.file.relative}: {reason}; again in {seconds:.0f} s"
         await asyncio.sleep(seconds)
-
-
-async def _text(response: httpx.Response) -> str:
-    """Return the beginning of a worker's response as text; the worker is not trusted."""
-    body = bytearray()
-    async for piece in response.aiter_raw():
-        body += piece
-        if len(body) >= _MAX_RESPONSE_BYTES:
-            break
-    return bytes(body[:_MAX_RESPONSE_BYTES]).decode("utf-8", "replace")

@@ -176,11 +176,11 @@ class ModelWait:
     """The wait of this process for one model, shared by at least one request."""
 
     turn: "asyncio.Future[bool]"
-    deadlines: list[float] = field(default_factory=list)
-    """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
-    operation: Operation = field(default_factory=lambda: Operation(kind=KIND, progress=0.0))
+    operation: Operation
     """The operation that the requests wait for, as last read; a pending load before the first read. It may be
     an unload or deletion, which must end before the model can be loaded."""
+    deadlines: list[float] = field(default_factory=list)
+    """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
     public_failure: LoadFailed | None = None
     """The failure of the turn for callers who may not see nodes."""
     public_reason: "tuple[str, asyncio.Task[str]] | None" = None
@@ -235,8 +235,19 @@ class Loads:
 
         The process follows the load until no request waits for it.
         """
-        load = self._loads.get(request.model) or self._start_wait(request)
         deadline = request.wait_until
+        load = self._loads.get(request.model)
+        if load is None:
+            load = self._loads[request.model] = ModelWait(_new_turn(), Operation(kind=KIND, progress=0.0))
+            # The watch keeps no reference to the request, which it may outlive and whose body is large.
+            operation_request = admission.OperationRequest(
+                KIND,
+                key=load_key(request.model),
+                element=request.model,
+                payload={"model": request.model},
+                by=request.requester,
+            )
+            load.task = asyncio.get_running_loop().create_task(self._watch(load, operation_request, deadline))
         load.deadlines.append(deadline)
         try:
             yield load
@@ -252,20 +263,6 @@ class Loads:
         await cancellation.cancel_and_wait(
             *(load.task for load in self._loads.values() if load.task is not None)
         )
-
-    def _start_wait(self, request: WaitingRequest) -> ModelWait:
-        load = self._loads[request.model] = ModelWait(_new_turn())
-        # The watch keeps no reference to the request, which it may outlive and whose body is large.
-        operation_request = admission.OperationRequest(
-            KIND,
-            key=load_key(request.model),
-            element=request.model,
-            payload={"model": request.model},
-            by=request.requester,
-        )
-        watch = self._watch(load, operation_request, request.wait_until)
-        load.task = asyncio.get_running_loop().create_task(watch)
-        return load
 
     async def _watch(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         try:

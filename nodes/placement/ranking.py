@@ -67,18 +67,15 @@ NO_MODEL_FACTS = ModelFacts()
 _NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
 
 
+@dataclass(eq=False)
 class _Order:
     """Nodes in the order of their ranks.
 
     Two lists hold them: comparing and hashing nodes in Python would dominate the cost.
     """
 
-    def __init__(self, ranks: list[Rank], nodes: list[Candidate]) -> None:
-        self.ranks, self.nodes = ranks, nodes
-
-    def copy(self) -> "_Order":
-        """Return an independent copy."""
-        return _Order(self.ranks.copy(), self.nodes.copy())
+    ranks: list[Rank]
+    nodes: list[Candidate]
 
     def add(self, node: Candidate, node_rank: Rank) -> None:
         """Insert the node at its rank."""
@@ -145,14 +142,12 @@ class RankedFleet:
     def put(self, node: Candidate) -> None:
         """Add or replace the node."""
         self.nodes[node.id] = node
-        self._changed(node.id)
+        for ranking in self._rankings.values():
+            ranking.changed.add(node.id)
 
     def drop(self, id: UUID) -> None:
         """Remove the node."""
         self.nodes.pop(id, None)
-        self._changed(id)
-
-    def _changed(self, id: UUID) -> None:
         for ranking in self._rankings.values():
             ranking.changed.add(id)
 
@@ -163,7 +158,8 @@ class RankedFleet:
         """
         need, selector = question.need, question.selector
         ranking = self._ranking(need, selector.labels)
-        nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
+        nodes, refused = ranking.nodes.copy(), ranking.refused.copy()
+        order = _Order(ranking.order.ranks.copy(), ranking.order.nodes.copy())
         judged_again = {
             *own.used_indices,
             *own.conflicts,

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import httpcore
 import httpx
 import psutil
 from channels.db import database_sync_to_async
@@ -41,6 +42,8 @@ CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
 NEXT_ADDRESS_AFTER = 2.0
 """Seconds after which a connection attempt moves on to the next IP address of a host name."""
+_KEEP_SECONDS = 5.0
+"""Seconds for which an idle HTTP connection is kept, as by httpx."""
 LOOKUP_TIMEOUT = 2.0
 """Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
 _LOOKUP_THREADS = ThreadPoolExecutor(4, "lookup")
@@ -121,7 +124,11 @@ def is_permitted(address: str, *, name: str, registered: tuple[str, ...]) -> boo
         return False
     if host in _listed_hosts(name):
         return True
-    return host in {parsed.host for text in registered if (parsed := _parse_or_none(text))}
+    for text in registered:
+        with suppress(ValueError):
+            if addresses.parse(text).host == host:
+                return True
+    return False
 
 
 def bearer_token(engine_token: str, weak_identity: bool) -> str:
@@ -196,46 +203,44 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
     The caller sets all other limits.
     """
     authorization = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
+    # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
+    transport = httpx.AsyncHTTPTransport(verify=False, trust_env=False)
+    # httpx has no parameter for it yet.
+    network = _CheckedNetwork(server.node)
+    transport._pool = httpcore.AsyncConnectionPool(network_backend=network, keepalive_expiry=_KEEP_SECONDS)
     return httpx.AsyncClient(
         base_url=f"http://{server.contact.address}",
         headers=authorization | {"Accept-Encoding": "identity"},
         timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
         trust_env=False,
         follow_redirects=False,
-        transport=_CheckedTransport(server.node),
+        transport=transport,
     )
 
 
-class _CheckedTransport(httpx.AsyncHTTPTransport):
-    """HTTP transport that tries the IP addresses of a server's name in turn, except barred ones."""
+class _CheckedNetwork(httpcore.AsyncNetworkBackend):
+    """A network backend that tries the IP addresses of a server's name in turn, except barred ones."""
 
     def __init__(self, node: str) -> None:
-        # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
-        super().__init__(verify=False, trust_env=False)
         self._node = node
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        url = request.url
-        target = addresses.Address(addresses.host(url.host), url.port or 80)
+    async def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *options: Any, **named_options: Any
+    ) -> httpcore.AsyncNetworkStream:
+        network, soon = httpcore.AnyIOBackend(), min(timeout or NEXT_ADDRESS_AFTER, NEXT_ADDRESS_AFTER)
         try:
-            async with asyncio.timeout(request.extensions["timeout"]["connect"]):
-                numbers = await resolve(target, self._node)
+            async with asyncio.timeout(timeout):
+                numbers = await resolve(addresses.Address(addresses.host(host), port), self._node)
         except TimeoutError as error:
-            raise httpx.ConnectTimeout("") from error
+            raise httpcore.ConnectTimeout from error
         except (OSError, AddressRefused) as error:
-            raise httpx.ConnectError(str(error)) from error
-        extensions, limits = request.extensions, request.extensions["timeout"]
-        soon = min(limits["connect"] or NEXT_ADDRESS_AFTER, NEXT_ADDRESS_AFTER)
-        request.extensions = extensions | {"timeout": limits | {"connect": soon}}
+            raise httpcore.ConnectError(str(error)) from error
         for number in numbers[:-1]:
-            request.url = url.copy_with(host=number)
             try:
-                return await super().handle_async_request(request)
-            except (httpx.ConnectError, httpx.ConnectTimeout):
-                pass  # nothing was sent
-        request.extensions = extensions
-        request.url = url.copy_with(host=numbers[-1])
-        return await super().handle_async_request(request)
+                return await network.connect_tcp(number, port, soon, *options, **named_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                pass
+        return await network.connect_tcp(numbers[-1], port, timeout, *options, **named_options)
 
 
 async def open_socket(server: HttpServer) -> socket.socket:
@@ -340,13 +345,6 @@ def _parse_or_refuse(field: str, text: str) -> addresses.Address | None:
         return addresses.parse(text)
     except ValueError as error:
         raise errors.InvalidInput(f"{field} {error}", field=field) from None
-
-
-def _parse_or_none(text: str) -> addresses.Address | None:
-    try:
-        return addresses.parse(text)
-    except ValueError:
-        return None
 
 
 def _listed_hosts(name: str) -> frozenset[str]:

@@ -20,10 +20,9 @@ from uuid import UUID
 from django.db import connection, transaction
 from django.db.models import Case, CharField, Exists, F, OuterRef, Q, Value, When
 
-from localai_cluster.kit.leases import Attempt
 from localai_cluster.kit.transactions import committed
 from localai_cluster.messaging.messages import process_key, split_process_key
-from nodes.models import BEING_LOADED, LOADING_PHASES, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
+from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import hooks, reserved_memory, states
 from nodes.replicas.evidence import Running, is_listed
@@ -113,11 +112,6 @@ def stop_columns(now: datetime) -> dict[str, Any]:
 def owner_columns(kind: OwnerKind, id: UUID, fence: int | None = None) -> dict[str, Any]:
     """Return the columns that make an operation or intent the owner; `fence` is that of a load's attempt."""
     return {"owner_kind": kind, "owner_id": id, "owner_fence": fence}
-
-
-def attempt_filter(attempt: Attempt) -> Q:
-    """Return a filter for the rows of loads that the attempt owns."""
-    return Q(**owner_columns(OwnerKind.OPERATION, *attempt), phase__in=LOADING_PHASES)
 
 
 def has_running_attempt() -> Exists:

@@ -201,7 +201,7 @@ def is_owned(slot: Slot, *, attempt: Attempt) -> bool:
 
     It loses the slot to a later attempt, or if the node departs.
     """
-    return _owned_rows(slot, attempt).exists()
+    return owned_rows(slot, attempt).exists()
 
 
 def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
@@ -213,7 +213,7 @@ def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
     with committed("load.staging"):
         # As for a slot: of two that begin at once one sees the other.
         node = BackendNode.objects.filter(pk=slot.node_id).select_for_update(no_key=True).first()
-        mine = _owned_rows(slot, attempt)
+        mine = owned_rows(slot, attempt)
         row = mine.select_for_update(no_key=True, of=("self",)).first()
         if row is None or node is None:
             return None
@@ -228,7 +228,7 @@ def end_staging(slot: Slot, *, attempt: Attempt) -> bool:
     """Record that all files are on the node; return False if the attempt no longer owns the slot."""
     with committed("load.staged"):
         # The record of its files counts from now on.
-        return bool(engines.apply_event(_owned_rows(slot, attempt), ReplicaEvent.STAGED, files_needed=0))
+        return bool(engines.apply_event(owned_rows(slot, attempt), ReplicaEvent.STAGED, files_needed=0))
 
 
 def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
@@ -237,7 +237,7 @@ def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
     Return False if the attempt no longer owns the slot; it must not start an engine then.
     """
     with committed("load.start"):
-        return bool(engines.apply_event(_owned_rows(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
+        return bool(engines.apply_event(owned_rows(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
 
 
 def record_answer(slot: Slot, address: str = "") -> None:
@@ -279,7 +279,7 @@ def publish(
             return False
         former = _lock_replaced_replica(slot, replaces)
         published = engines.apply_event(
-            _owned_rows(slot, attempt),
+            owned_rows(slot, attempt),
             ReplicaEvent.PUBLISHED,
             **engines.SERVING_COLUMNS,
             start_answered=True,
@@ -311,8 +311,10 @@ def _record_load(slot: Slot, **columns: Any) -> None:
     )
 
 
-def _owned_rows(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:
-    return NodeModel.objects.filter(engines.attempt_filter(attempt), pk=slot.id)
+def owned_rows(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:
+    """Return the row of the slot if the attempt owns it."""
+    owner = engines.owner_columns(OwnerKind.OPERATION, *attempt)
+    return NodeModel.objects.filter(pk=slot.id, phase__in=LOADING_PHASES, **owner)
 
 
 def _lock_replaced_replica(slot: Slot, replaced: UUID | None) -> UUID | None:
@@ -330,7 +332,7 @@ def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> Engine | None
     Return the engine that must be stopped now, if one may have been started.
     """
     with committed("load.ended"):
-        ended = _end_loads(_owned_rows(slot, attempt), now)
+        ended = _end_loads(owned_rows(slot, attempt), now)
     return next((engines.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
 
 

@@ -154,12 +154,14 @@ def emit(
         return
     parts_by_id = targets.of(rows) if parts is None else parts
     notify(OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
-    moved_by_id = None if moved is None else _targets_by_operation(moved)
+    moved_by_id: dict[UUID, list[OperationTarget]] = {}
+    for part in moved or ():
+        moved_by_id.setdefault(part.operation_id, []).append(part)
     changes = [
         feed.change_of(
             operation,
             parts_by_id.get(operation.id, ()),
-            None if moved_by_id is None or operation.waves else moved_by_id.get(operation.id, ()),
+            None if moved is None or operation.waves else moved_by_id.get(operation.id, ()),
         )
         for operation in rows
     ]
@@ -167,13 +169,6 @@ def emit(
     for operation, change in zip(rows, changes, strict=True):
         change["seq"] = operation.seq
     transaction.on_commit(lambda: publish(changes))
-
-
-def _targets_by_operation(parts: Iterable[OperationTarget]) -> dict[UUID, list[OperationTarget]]:
-    grouped: dict[UUID, list[OperationTarget]] = {}
-    for part in parts:
-        grouped.setdefault(part.operation_id, []).append(part)
-    return grouped
 
 
 def _assign_numbers(rows: list[Operation]) -> None:

@@ -93,15 +93,8 @@ def retry_delay(attempts: int) -> float:
     return backoff.delay(attempts + 1, first=1.0, longest=30.0)
 
 
-class Watch:
-    """The wake-ups of one waiter that waits for one operation."""
-
-    def __init__(self) -> None:
-        self._notified = asyncio.Event()
-
-    def notify(self) -> None:
-        """Wake the waiter, because the operation may have changed."""
-        self._notified.set()
+class Watch(asyncio.Event):
+    """The wake-ups of one waiter that waits for one operation: set when the operation may have changed."""
 
     async def changed(self, *, timeout: float) -> bool:
         """Wait up to `timeout` seconds for a wake-up; return True if there was one.
@@ -111,10 +104,10 @@ class Watch:
         try:
             # Not `wait_for`: Python 3.11's swallows a cancellation that arrives together with the wake-up.
             async with asyncio.timeout(timeout):
-                await self._notified.wait()
+                await self.wait()
         except TimeoutError:
             return False
-        self._notified.clear()
+        self.clear()
         return True
 
 
@@ -130,7 +123,7 @@ class WakeUps:
         groups = self._watches.values() if not operation_id else (self._watches.get(operation_id, set()),)
         for group in groups:
             for watch in group:
-                watch.notify()
+                watch.set()
 
     @contextmanager
     def watch(self, operation_id: UUID) -> Iterator[Watch]:

@@ -6,6 +6,7 @@ one order: the owners of the keys by their hashes, the keys of new operations, t
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from itertools import count
@@ -148,24 +149,20 @@ def _admit(
 ) -> list[Outcome]:
     """Admit the requests that need the locks, because they cannot join, and write all changes."""
     rest = [request for request, outcome in zip(requests, joined, strict=True) if outcome is None]
-    if not rest and not any(request.repeats for request in requests):
-        outcomes: list[Outcome] = [outcome for outcome in joined if outcome is not None]
-        extend_need(_needs(_admitted_requests(requests, outcomes)))
-        return outcomes
-    with committed("ledger.admit"):
+    only_joins = not rest and not any(request.repeats for request in requests)
+    with nullcontext() if only_joins else committed("ledger.admit"):
         active = _ActiveOperations(_lock_owners(rest))
-        outcomes = [
-            outcome or active.admit(request, now) for request, outcome in zip(requests, joined, strict=True)
-        ]
-        emit(record_admissions(_admitted_requests(requests, outcomes), now))
+        outcomes: list[Outcome] = []
+        served: list[tuple[OperationRequest, Admission]] = []
+        for request, outcome in zip(requests, joined, strict=True):
+            outcomes.append(outcome or active.admit(request, now))
+            if isinstance(outcomes[-1], Admission):
+                served.append((request, outcomes[-1]))
+        if only_joins:
+            extend_need(_needs(served))
+        else:
+            emit(record_admissions(served, now))
     return outcomes
-
-
-def _admitted_requests(
-    requests: Sequence[OperationRequest], outcomes: Sequence[Outcome]
-) -> list[tuple[OperationRequest, Admission]]:
-    pairs = zip(requests, outcomes, strict=True)
-    return [(request, outcome) for request, outcome in pairs if isinstance(outcome, Admission)]
 
 
 def _lock_owners(requests: Sequence[OperationRequest]) -> OperationQuerySet:
@@ -185,7 +182,8 @@ class _ActiveOperations:
         self._by_key: dict[str, Operation] = {}
         self._by_element: dict[str, list[Operation]] = defaultdict(list)
         for operation in operations.active():
-            self._add(operation)
+            self._by_key[operation.key] = operation
+            self._by_element[operation.element].append(operation)
 
     def join(self, request: OperationRequest) -> Outcome | None:
         """Return the active operation that serves the request, the refusal, or None if neither exists."""
@@ -211,13 +209,9 @@ class _ActiveOperations:
             keys = {operation.key for operation in sharing}
             shares = (f"{owner}{SUFFIX_SEPARATOR}{number}" for number in count(1))
             request = replace(request, key=next(share for share in shares if share not in keys))
-        operation = new_operation(request, now)
-        self._add(operation)
+        operation = self._by_key[request.key] = new_operation(request, now)
+        self._by_element[request.element].append(operation)
         return Admission(operation, created=True)
-
-    def _add(self, operation: Operation) -> None:
-        self._by_key[operation.key] = operation
-        self._by_element[operation.element].append(operation)
 
 
 def record_admissions(served: Sequence[tuple[OperationRequest, Admission]], now: datetime) -> list[Operation]:

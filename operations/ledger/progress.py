@@ -126,23 +126,19 @@ def _apply_reports(
             apply_to_target(part, tick, now)
             part.time_limit_at = tick.time_limit_at
         if len(parts) <= 1:
-            _apply_to_operation(operation, tick)
+            operation.message = storable(tick.message) or operation.message
+            reached = 0 if tick.total_files and not operation.total_files else operation.current_bytes
+            operation.current_bytes = max(tick.current_bytes, reached)
+            operation.total_bytes = tick.total_bytes or operation.total_bytes
+            operation.total_files = tick.total_files or operation.total_files
+            operation.file_index = max(tick.file_index, operation.file_index)
+            operation.bytes_per_second = tick.bytes_per_second
+            targets.raise_progress(operation, tick.percentage)
         if tick.node_id is not None and not parts:
             operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
     if len(parts) > 1:
         targets.aggregate_progress(operation, parts)
     return list(moved.values())
-
-
-def _apply_to_operation(operation: Operation, tick: Tick) -> None:
-    operation.message = storable(tick.message) or operation.message
-    reached = 0 if tick.total_files and not operation.total_files else operation.current_bytes
-    operation.current_bytes = max(tick.current_bytes, reached)
-    operation.total_bytes = tick.total_bytes or operation.total_bytes
-    operation.total_files = tick.total_files or operation.total_files
-    operation.file_index = max(tick.file_index, operation.file_index)
-    operation.bytes_per_second = tick.bytes_per_second
-    targets.raise_progress(operation, tick.percentage)
 
 
 def apply_to_target(part: OperationTarget, tick: Tick, now: datetime) -> None:

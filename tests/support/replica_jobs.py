@@ -31,7 +31,7 @@ from nodes.definitions.folder import Folder
 from nodes.loading import load_request
 from nodes.loading.load import LoadModel
 from nodes.loading.load_attempts import Attempt as PlacedAttempt
-from nodes.loading.load_attempts import LoadFailed, PendingEviction
+from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import ProgressDeadline
 from nodes.models import LOADING_PHASES, BackendNode, NodeModel, PendingBackendOp, PhaseReason, ReplicaUse
 from nodes.models.replica import load_key
@@ -88,18 +88,17 @@ class PlacedLoad(LoadModel):
     async def _place(self, work: Work, definition: Definition) -> PlacedAttempt:
         payload = work.operation.payload
         definition = replace(definition, model="files" if payload["stages"] else "")
-        slot, victims = await executor_work.in_thread(self._reserve, work, definition.name)
+        slot, evicted = await executor_work.in_thread(self._reserve, work, definition.name)
         self._world.note(
             f"  slot {definition.name}#{slot.replica_index} on {slot.node_name}: {str(slot.id)[:4]}"
         )
         listed = m.ListReply((m.InstalledBackend("echo"),))
         worker = commands.Worker(self._world, str(slot.node_id), slot.node_name, answered=True)
-        pending = PendingEviction(tuple(victims), "evicts") if victims else None
         deadline = ProgressDeadline(work)
-        return PlacedAttempt(work, definition, slot, worker, {}, "", deadline, 0, listed, pending)
+        return PlacedAttempt(work, definition, slot, worker, {}, "", deadline, 0, listed, evicted)
 
     @staticmethod
-    def _reserve(work: Work, model: str) -> tuple[Slot, list[UUID]]:
+    def _reserve(work: Work, model: str) -> tuple[Slot, Eviction | None]:
         payload = work.operation.payload
         views = fleet_cache.read_fleet(model, allowed_nodes=[UUID(payload["node"])])
         if not views:
@@ -107,6 +106,7 @@ class PlacedLoad(LoadModel):
         found = [eviction.serving(UUID(id)) for id in payload["evicts"]]
         victims = [replace(victim, in_flight=0) for victim in found if victim is not None]
         leaving = eviction.terminating_replicas(views[0].id, now=clock.now()) if victims else []
+        leaving = [replace(replica, in_flight=0) for replica in leaving]
         slot = call(
             slots.reserve,
             views[0],
@@ -119,7 +119,7 @@ class PlacedLoad(LoadModel):
         )
         if isinstance(slot, NoSlot):
             raise LoadFailed(slot.reason)
-        return slot, [replica.id for replica in [*victims, *leaving]]
+        return slot, Eviction(views[0], victims, leaving, "evicts") if victims else None
 
 
 class Cluster:

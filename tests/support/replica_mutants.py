@@ -109,7 +109,7 @@ def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def give_up(slot: slots.Slot, *, attempt: Any, now: datetime) -> None:
         with transaction.atomic():
-            mine = NodeModel.engines.filter(engines.attempt_filter(attempt), pk=slot.id)
+            mine = slots.owned_rows(slot, attempt)
             engines.end_rows(list(mine.select_for_update(of=("self",))))
 
     patch.setattr(slots, "end_attempt", give_up)

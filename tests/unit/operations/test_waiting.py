@@ -42,7 +42,7 @@ async def test_a_waiter_that_is_cancelled_as_a_hint_arrives_ends(steps: int) -> 
     waiting = asyncio.create_task(watch.changed(timeout=60))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    watch.notify()
+    watch.set()
     for _ in range(steps):
         await asyncio.sleep(0)
     in_time = waiting.cancel()

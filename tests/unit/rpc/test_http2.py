@@ -55,7 +55,7 @@ class Engine:
 
     def call(self, request: bytes, timeout: float | None) -> StreamCall[Reply]:
         """A stream."""
-        return self.channel.stream("PredictStream", Reply.FromString, request, timeout)
+        return StreamCall(self.channel, "PredictStream", Reply.FromString, request, timeout)
 
     async def dial(self, factory: Any, host: str, port: int) -> tuple[Transport, http2.Connection]:
         """Stand in for the loop's `create_connection`."""
