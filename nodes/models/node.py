@@ -230,6 +230,8 @@ class BackendNode(models.Model):
     """Time of the reading of `available_vram`; null if there was none or it precedes this column."""
     reserved_at = _time_field()
     """Time of the last memory reservation. An older heartbeat leaves `reserved_vram` unchanged."""
+    reserved_cleared_at = _time_field()
+    """Time of the last reading that cleared `reserved_vram`; null if there was none."""
     returned_vram = models.BigIntegerField(default=0, db_default=0, editable=False)
     """Bytes that ended engines have freed since the reading at `returned_beside`. A newer reading makes it
     void."""

@@ -193,6 +193,9 @@ WITH beat AS (
         reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
             AND (node.reserved_at IS NULL OR node.reserved_at <= own.measured_at) THEN 0
             ELSE node.reserved_vram END,
+        reserved_cleared_at = CASE WHEN own.live AND own.available_vram IS NOT NULL
+            AND (node.reserved_at IS NULL OR node.reserved_at <= own.measured_at) THEN own.measured_at
+            ELSE node.reserved_cleared_at END,
         vram_read_at = CASE WHEN own.live AND own.available_vram IS NOT NULL THEN own.measured_at
             ELSE node.vram_read_at END,
         available_vram = CASE WHEN own.live

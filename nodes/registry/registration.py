@@ -399,7 +399,7 @@ def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: boo
         del figures["available_vram"], figures["gpus"], figures["vram_read_at"]
     elif registration.running_processes is not None:
         # R1.33: a reading. A stock worker's is none, its engines may still run.
-        figures["reserved_vram"] = 0
+        figures |= {"reserved_vram": 0, "reserved_cleared_at": now}
     change.set(engine_token=registration.engine_token, **figures)
     if not routine:
         soon = now + timedelta(seconds=INVENTORY_DELAY)

@@ -71,7 +71,8 @@ _RELEASE_SQL = """
     WITH due AS (
         SELECT n.id, sum(r.amount) AS amount
         FROM unnest(%s::uuid[], %s::bigint[], %s::timestamptz[]) AS r(node_id, amount, since)
-        JOIN backend_nodes n ON n.id = r.node_id AND (n.vram_read_at IS NULL OR n.vram_read_at < r.since)
+        JOIN backend_nodes n ON n.id = r.node_id
+            AND (n.reserved_cleared_at IS NULL OR n.reserved_cleared_at < r.since)
         GROUP BY n.id
     ), locked AS (
         SELECT n.id, due.amount FROM backend_nodes n JOIN due USING (id)

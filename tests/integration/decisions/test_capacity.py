@@ -97,7 +97,7 @@ def test_a_release_takes_nothing_of_what_others_reserved_after_a_reading() -> No
     """The reading has cleared the column; what is in it now is somebody else's."""
     node, now = hot.node(available_vram=16 * GB), clock.now()
     BackendNode.objects.filter(pk=node.pk).update(
-        reserved_vram=5 * GB, vram_read_at=now + timedelta(seconds=1)
+        reserved_vram=5 * GB, reserved_cleared_at=now + timedelta(seconds=1)
     )
     reserved_memory.release([(node.pk, 5 * GB, now)])
     assert column(node) == 5 * GB
@@ -107,6 +107,22 @@ async def read(database: Any, node: BackendNode, available: int, at: datetime | 
     at = at or clock.now()
     said = heartbeats.Beat(node.pk, node.fingerprint, at, available_vram=available)
     assert set((await heartbeats.record(database, [said])).values()) == {None}
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.52", "R1.53")
+async def test_a_load_releases_its_bytes_if_the_reading_since_was_too_old_to_clear_them(database: Pool) -> None:
+    """The reading is between two reservations: it clears neither, so each load subtracts its own bytes."""
+    node, now = await sync_to_async(hot.node)(available_vram=16 * GB, fingerprint="f" * 64), clock.now()
+    first, second = now - timedelta(seconds=1), now + timedelta(seconds=1)
+    for amount, at in ((4 * GB, first), (5 * GB, second)):
+        assert await sync_to_async(reserved_memory.reserve)(node.pk, amount, now=at)
+    await read(database, node, 16 * GB, now)
+    assert await sync_to_async(column)(node) == 9 * GB
+    await sync_to_async(reserved_memory.release)([(node.pk, 4 * GB, first)])
+    assert await sync_to_async(column)(node) == 5 * GB
+    await sync_to_async(reserved_memory.release)([(node.pk, 5 * GB, second)])
+    assert await sync_to_async(column)(node) == 0
 
 
 @pytest.mark.django_db(transaction=True)
