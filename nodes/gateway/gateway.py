@@ -270,12 +270,13 @@ async def start() -> None:
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
     listener = asyncio.create_task(_listen_for_notifications(wake_ups, prefixes, listening))
+    gateway = Gateway(picker, clients, loads, prefixes)
+    # Before the waits, because daphne accepts requests at once.
+    _running_resources = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
     if by_prefix is not None:
         await by_prefix.start(shared, picker.process_id)
     # Its connection clears all caches: of requests before it, the prompts would be forgotten.
     await cancellation.wait_for(listening, _MAX_LISTEN_WAIT_SECONDS)
-    gateway = Gateway(picker, clients, loads, prefixes)
-    _running_resources = _GatewayResources(gateway, heartbeat, clients, loads, listener, by_prefix)
 
 
 async def end_waits() -> None:

@@ -22,12 +22,12 @@ const CHARTS: readonly Figure[] = [
   { title: "Requests", name: "requests", format: perSecond, isCount: true },
   { title: "Output tokens", name: "completion_tokens", format: perSecond, isCount: true },
   { title: "Errors", name: "errors", format: perSecond, isCount: true },
-  // After the counts, which are always known: without tokens it is missing, and the others keep their places.
-  { title: "Time to first token", name: "first_token", format: (value) => `${decimal(value)} s` },
   { title: "GPUs busy", name: "busy", format: percent, of: "gpus", top: 100 },
   { title: "VRAM used", name: "vram_used", format: bytes, of: "gpus", top: "vram_total" },
   { title: "RAM used", name: "ram_used", format: bytes, of: "nodes", top: "ram_total" },
   { title: "GPU power", name: "power", format: watts, of: "gpus" },
+  // The last one: without tokens it is missing, and the others keep their places.
+  { title: "Time to first token", name: "first_token", format: (value) => `${decimal(value)} s` },
 ];
 
 interface ChartsProps {

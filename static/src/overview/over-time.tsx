@@ -52,7 +52,7 @@ export function OverTime({ scope, name: subject, draw, explain, expected }: Over
   return (
     <Panel title="Over time" className="over-time" aside={<Choices name={name} isZoomed={zoom !== null} onChoose={choose} />}>
       <Fetched query={query} subject="the figures over time" placeholder={<Places expected={expected} />}>
-        {(figures) => <Drawn figures={figures} draw={draw} explain={(titles) => explain(titles, figures, zoom !== null && "to" in zoom ? zoom.to : serverSeconds(skew))} onZoom={zoomTo} />}
+        {(figures) => <Drawn key={`${scope}/${subject}`} figures={figures} draw={draw} explain={(titles) => explain(titles, figures, zoom !== null && "to" in zoom ? zoom.to : serverSeconds(skew))} onZoom={zoomTo} />}
       </Fetched>
     </Panel>
   );
@@ -111,13 +111,18 @@ function Drawn({ figures, draw, explain, onZoom }: DrawnProps): ReactNode {
   const start = Date.parse(figures.from) / 1000;
   const events = useMemo<readonly ChartEvent[]>(() => figures.events.map((event) => ({ at: Date.parse(event.at) / 1000, text: eventText(event, figures.scope) })), [figures]);
   const drawings = useMemo(() => draw(figures), [draw, figures]);
-  const known = drawings.filter(hasValues);
-  const reason = known.length > 0 && known.length === drawings.length ? "" : explain(drawings.filter((drawing) => !hasValues(drawing)).map(({ title }) => title));
+  // A chart that was shown stays, so that a zoom into a time without values does not take the focus away.
+  const [shown, setShown] = useState<readonly string[]>([]);
+  const added = drawings.filter((drawing) => hasValues(drawing) && !shown.includes(drawing.title));
+  if (added.length > 0) setShown([...shown, ...added.map(({ title }) => title)]);
+  const visible = drawings.filter(({ title }) => shown.includes(title));
+  const unknown = drawings.filter((drawing) => !hasValues(drawing)).map(({ title }) => title);
+  const reason = visible.length > 0 && unknown.length === 0 ? "" : explain(unknown);
   return (
     <>
-      {known.length > 0 && (
+      {visible.length > 0 && (
         <div className="charts">
-          {known.map((drawing) => (
+          {visible.map((drawing) => (
             <Chart key={drawing.title} {...drawing} start={start} step={figures.step} events={events} onZoom={onZoom} />
           ))}
         </div>

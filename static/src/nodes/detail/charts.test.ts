@@ -39,5 +39,5 @@ it("says why a node has no figures", () => {
   expect(reason("2026-08-22T11:00:00Z", "2026-08-22T12:00:00Z", { ...node, last_heartbeat: null })).toBe("The node has not sent figures yet: they come with its heartbeats.");
   expect(reason("2026-08-22T08:00:00Z", "2026-08-22T09:00:00Z")).toContain("not there in this period: it registered on ");
   expect(reason("2026-08-22T13:00:00Z", "2026-08-22T14:00:00Z")).toContain("silent in this period: its last heartbeat came on ");
-  expect(reason("2026-08-22T11:00:00Z", "2026-08-22T12:00:00Z")).toBe("The node sent no figures in this period.");
+  expect(reason("2026-08-22T11:00:00Z", "2026-08-22T12:00:00Z")).toBe("The server has kept no figures of the node in this period.");
 });

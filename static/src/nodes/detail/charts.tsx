@@ -38,7 +38,7 @@ export function absence({ created_at: created, last_heartbeat: heartbeat }: Pick
   if (heartbeat === null) return "The node has not sent figures yet: they come with its heartbeats.";
   if (Date.parse(created) > end) return `The node was not there in this period: it registered on ${exact(created)}.`;
   if (Date.parse(heartbeat) < from) return `The node was silent in this period: its last heartbeat came on ${exact(heartbeat)}.`;
-  return "The node sent no figures in this period.";
+  return "The server has kept no figures of the node in this period.";
 }
 
 /** The charts of a node with these lines of GPUs. */
