@@ -2,7 +2,7 @@
 
 Retention drops whole partitions, so no row is deleted and no vacuum is needed. Attaching a new partition
 waits neither for readers nor for a running backup. Dropping a partition needs an exclusive lock on the
-parent. It gives up after two seconds; the next run tries again.
+parent. Both give up after two seconds without a lock; the next run tries again.
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,15 @@ from datetime import UTC, datetime, timedelta
 
 from django.db import OperationalError, connection, transaction
 
-from localai_cluster.kit.transactions import lock_name
+from localai_cluster.kit.transactions import limit_lock_wait, lock_name
 from nodes.figures.series import floor_to_step
 
+LOCK_WAIT_SECONDS = 2.0
+"""Seconds that a statement waits for a lock.
+
+A process that freezes with the lock must not stop the others: web processes create partitions between two of
+their own heartbeats.
+"""
 _NAME_TIME_FORMAT = "%Y%m%d%H"
 _LIST_PARTITIONS_SQL = (
     "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = %s::regclass ORDER BY 1"
@@ -54,7 +60,7 @@ class PartitionedTable:
         for dropped, start in enumerate(old):
             try:
                 with transaction.atomic(), connection.cursor() as cursor:
-                    cursor.execute("SET LOCAL lock_timeout = '2s'")
+                    limit_lock_wait(LOCK_WAIT_SECONDS)
                     cursor.execute(f"DROP TABLE IF EXISTS {self.partition(start)}")
             except OperationalError:  # a backup reads it
                 return dropped
@@ -63,6 +69,7 @@ class PartitionedTable:
     def _create(self, at: datetime) -> None:
         name, start = self.partition(at), floor_to_step(at, self.width)
         with transaction.atomic(), connection.cursor() as cursor:
+            limit_lock_wait(LOCK_WAIT_SECONDS)
             lock_name("partitions")
             cursor.execute(_FIND_MISSING_SQL, [[name]])
             if cursor.fetchone() is None:
@@ -73,7 +80,10 @@ class PartitionedTable:
 
 
 def create_missing(wanted: Iterable[tuple[PartitionedTable, datetime]]) -> None:
-    """Create the missing partitions for these tables and times. One query if none is missing."""
+    """Create the missing partitions for these tables and times. One query if none is missing.
+
+    Raise OperationalError if another process holds the lock for too long.
+    """
     partitions = {table.partition(at): (table, at) for table, at in wanted}
     with connection.cursor() as cursor:
         cursor.execute(_FIND_MISSING_SQL, [list(partitions)])

@@ -111,6 +111,7 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
 
     Do not repeat it after a lost reply: the statement may have been executed. Create the partition if it is
     missing: the sampling task creates it in advance, but it may not have run yet, or its clock is behind.
+    Raise CheckViolation, with nothing stored, if the partition is missing because its period is over.
     """
     numbers = {
         name: [min(number, _MAX_INTEGER) for number in astuple(count)] for name, count in counts.items()
@@ -123,8 +124,24 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
         try:
             await pool.run(_ADD_COUNTS_SQL, parameters)
         except CheckViolation:  # no partition, so nothing was stored
-            await in_thread(partitions.create_missing, [(SAMPLES_TABLE, now)])
+            if not await in_thread(_create_samples_partition, now):
+                raise
             await pool.run(_ADD_COUNTS_SQL, parameters)
+
+
+def _create_samples_partition(at: datetime) -> bool:
+    """Create the partition of samples for this time. Return False if its period has ended and is packed.
+
+    The time is from the clock of a web process, which may be hours behind. Its figures would not be packed
+    any more, and each run of `maintain` would drop the partition again.
+    """
+    packed_at = floor_to_step(at, SAMPLES_TABLE.width) + SAMPLES_TABLE.width + LATE_SAMPLES_GRACE
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT now() < %s", [packed_at])
+        (is_awaited,) = cursor.fetchone()
+    if is_awaited:
+        partitions.create_missing([(SAMPLES_TABLE, at)])
+    return bool(is_awaited)
 
 
 @dataclass(frozen=True)

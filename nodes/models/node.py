@@ -224,8 +224,11 @@ class BackendNode(models.Model):
     heartbeat_late_after = models.DurationField(
         default=MIN_LATE_AFTER, db_default=MIN_LATE_AFTER, editable=False
     )
-    """Silence after which the next heartbeat is late: 1.2 times the time between the last two heartbeats, but
-    at least `MIN_LATE_AFTER`. An absence that made the node offline is no interval."""
+    """Silence after which the next heartbeat is late, from `MIN_LATE_AFTER` to `CLUSTER_NODE_STALE_AFTER`.
+
+    It is 1.2 times the longest recent time between two heartbeats: each heartbeat after a shorter time lowers
+    it by a tenth of that time. An absence of `CLUSTER_NODE_STALE_AFTER` or more leaves it unchanged.
+    """
     vram_read_at = _time_field()
     """Time of the reading of `available_vram`; null if there was none or it precedes this column."""
     reserved_at = _time_field()

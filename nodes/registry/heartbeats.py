@@ -24,7 +24,7 @@ from uuid import UUID
 import orjson
 
 from localai_cluster.accounts.actors import WORKER
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, conf, errors
 from nodes.models import NodeEvent
 from nodes.models.node import MIN_LATE_AFTER
 from nodes.registry import identity, resources, states
@@ -161,6 +161,9 @@ def _parse_vendor(value: Any) -> str | None:
 # that changed after this statement began is left out (its `ctid` differs): to update it, PostgreSQL would
 # return to the version that the statement read, where transactions may queue that wait for this one.
 # `live` is the state before this statement: of the heartbeat that brings a node back only the time counts.
+# A gap is not always the interval: a worker sends extra heartbeats when an engine ends, and a registration
+# sets `last_heartbeat` too. A short gap therefore shortens `heartbeat_late_after` by a tenth of the gap only.
+# A gap of `stale_after` or more is an outage of the web processes or a mass-disruption hold.
 WRITE_SQL = f"""
 WITH beat AS (
     SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
@@ -169,8 +172,9 @@ WITH beat AS (
         available_disk bigint, gpu_vendor text, gpus jsonb, budget text, ceiling bigint)
 ), own AS (
     SELECT node.id, node.ctid, node.offline_at IS NOT NULL AND node.offline_recovers AS silent, beat.instance,
-        beat.at, beat.measured_at, beat.available_vram, beat.total_vram, beat.available_ram,
-        beat.total_disk, beat.available_disk, beat.gpu_vendor, beat.gpus,
+        beat.at, beat.at - node.last_heartbeat AS gap, make_interval(secs => %(stale_after)s) AS stale_after,
+        beat.measured_at, beat.available_vram, beat.total_vram, beat.available_ram, beat.total_disk,
+        beat.available_disk, beat.gpu_vendor, beat.gpus,
         node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live,
         CASE WHEN beat.budget = node.vram_budget AND beat.budget <> '' THEN beat.ceiling
             ELSE node.vram_budget_bytes END AS ceiling
@@ -181,9 +185,11 @@ WITH beat AS (
 ), written AS (
     UPDATE backend_nodes AS node SET
         last_heartbeat = greatest(node.last_heartbeat, own.at),
-        heartbeat_late_after = CASE WHEN own.silent OR own.at <= node.last_heartbeat
-            THEN node.heartbeat_late_after
-            ELSE greatest(interval '{MIN_LATE_AFTER.seconds} s', 1.2 * (own.at - node.last_heartbeat)) END,
+        heartbeat_late_after = CASE
+            WHEN NOT own.silent AND own.gap > interval '0' AND own.gap < own.stale_after
+            THEN greatest(interval '{MIN_LATE_AFTER.seconds} s', least(own.stale_after,
+                greatest(1.2 * own.gap, node.heartbeat_late_after - 0.1 * own.gap)))
+            ELSE node.heartbeat_late_after END,
         updated_at = greatest(node.updated_at, own.at),
         offline_at = CASE WHEN own.silent THEN NULL ELSE node.offline_at END,
         offline_reason = CASE WHEN own.silent THEN '' ELSE node.offline_reason END,
@@ -246,10 +252,14 @@ async def record(
     """
     budgets = await _read_budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
     encoded = [_encode(beat, budgets.get(beat.id, "")) for beat in beats]
-    rows = await database.fetch_rows(WRITE_SQL, {"beats": orjson.dumps(encoded).decode()})
+    rows = await database.fetch_rows(WRITE_SQL, _write_parameters(encoded))
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
     refusals = await _find_refusals(database, [beat for beat in beats if beat.key not in written])
     return dict.fromkeys(written) | {key: refusal or WriteConflict() for key, refusal in refusals.items()}
+
+
+def _write_parameters(encoded: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"beats": orjson.dumps(encoded).decode(), "stale_after": conf.cluster().node_stale_after}
 
 
 async def check_identities(

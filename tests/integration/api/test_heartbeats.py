@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-import orjson
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
@@ -204,7 +203,7 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
     """Both see it silent; the one that waits for the row is overtaken, its beat goes with the next batch."""
     node = await silent()
     one = heartbeats.Beat(node.id, node.fingerprint, clock.now())
-    batch = {"beats": orjson.dumps([heartbeats._encode(one, "")]).decode()}
+    batch = heartbeats._write_parameters([heartbeats._encode(one, "")])
 
     async def blocked() -> bool:
         return bool(await database.pool.fetch_rows(_BLOCKED, {}))

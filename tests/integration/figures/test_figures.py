@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
+from psycopg import AsyncConnection
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, conf
 from localai_cluster.kit.database_pool import Pool
 from localai_cluster.kit.transactions import Lock, try_lock_across
 from localai_cluster.metrics import web as metrics
@@ -136,9 +137,10 @@ def test_processes_add_up_what_they_have_counted() -> None:
 @pytest.mark.parametrize("ahead", [timedelta(0), 3 * HOUR], ids=["first start", "clock ahead"])
 def test_a_report_before_the_first_sample_is_stored(ahead: timedelta) -> None:
     """No sampling task has created the partition, and two web processes report at once."""
-    at = AT + ahead
+    now = clock.now()
+    at = now + ahead
     if ahead:
-        store.store_samples(heard_since=AT, now=AT)
+        store.store_samples(heard_since=now, now=now)
 
     async def report() -> None:
         pool = Pool(hot.database_url())
@@ -150,7 +152,8 @@ def test_a_report_before_the_first_sample_is_stored(ahead: timedelta) -> None:
             await pool.close()
 
     asyncio.run(report())
-    assert store.read(["model/a"], Span(at, SAMPLE_EVERY, 1))["model/a"]["requests"] == [4]
+    span = Span(series.floor_to_step(at, SAMPLE_EVERY), SAMPLE_EVERY, 1)
+    assert store.read(["model/a"], span)["model/a"]["requests"] == [4]
 
 
 def test_a_report_of_a_web_process_is_lost_and_not_repeated() -> None:
@@ -183,6 +186,55 @@ def test_a_report_of_a_web_process_is_lost_and_not_repeated() -> None:
         "requests": [1], "errors": [0], "prompt_tokens": [5], "completion_tokens": [7], "first_tokens": [1],
         "first_token_ms": [250],
     }  # fmt: skip
+
+
+def read_requests(start: datetime) -> int:
+    """The requests of model m in the two hours from this time."""
+    columns = store.read(["model/m"], Span(series.floor_to_step(start, HOUR), HOUR, 2))["model/m"]
+    return sum(filter(None, columns.get("requests", [])))
+
+
+def test_a_process_that_is_frozen_with_the_lock_stops_no_web_process() -> None:
+    """A blocked report is a web process without heartbeats, which counts as dead. Its figures are lost."""
+    metrics.take_model_counts()
+    started = clock.now()
+
+    async def report() -> bool:
+        async with hot.picker() as picker, await AsyncConnection.connect(hot.database_url()) as frozen:
+            await frozen.execute("SELECT pg_advisory_xact_lock(1, hashtext('partitions'))")
+            metrics.inference_ended("m", 200, 0.1)
+            reporting = asyncio.create_task(picker.report_counts())
+            done, _ = await asyncio.wait({reporting}, timeout=conf.cluster().web_stale_after)
+            await frozen.rollback()
+            await reporting
+            for _ in range(2):
+                metrics.inference_ended("m", 200, 0.1)
+            await picker.report_counts()
+        return bool(done)
+
+    assert asyncio.run(report())
+    assert read_requests(started) == 2
+
+
+@pytest.mark.parametrize(("grace", "requests"), [(store.LATE_SAMPLES_GRACE, 0), (4 * HOUR, 1)])
+def test_a_web_clock_that_is_behind_creates_no_partition_of_a_packed_hour(
+    monkeypatch: pytest.MonkeyPatch, grace: timedelta, requests: int
+) -> None:
+    """Else each run that packs takes an exclusive lock to drop it, and the figures are lost anyway."""
+    monkeypatch.setattr(store, "LATE_SAMPLES_GRACE", grace)
+    metrics.take_model_counts()
+    behind = clock.now() - 3 * HOUR
+
+    async def report() -> None:
+        async with hot.picker() as picker:
+            metrics.inference_ended("m", 200, 0.1)
+            with monkeypatch.context() as patch:
+                patch.setattr(clock, "now", lambda: behind)
+                await picker.report_counts()
+
+    asyncio.run(report())
+    assert len(store.SAMPLES_TABLE.starts()) == requests
+    assert read_requests(behind) == requests
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The liveness pass against a real PostgreSQL, and its plan as a property."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -363,6 +363,48 @@ async def test_a_heartbeat_is_late_by_the_interval_of_its_worker(database: Count
     assert [(node.id, node.late_after.total_seconds()) for node in late.nodes] == [
         (nodes[0].pk, interval * 1.2)
     ]
+
+
+async def limit_after(database: Counted, node: BackendNode, beats: Sequence[float]) -> float:
+    """Write heartbeats at these seconds after NOW; return the silence after which the next is late."""
+    for seconds in beats:
+        beat = heartbeats.Beat(node.pk, node.fingerprint, NOW + timedelta(seconds=seconds))
+        assert set((await heartbeats.record(database, [beat])).values()) == {None}
+    await in_thread(node.refresh_from_db)
+    return node.heartbeat_late_after.total_seconds()
+
+
+@pytest.mark.rule("R5.4", "R1.17")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    "extra", [[20, 21], [38.6, 39.6], [20, 20.1, 21.1, 22.1, 23.1, 24.1], [38, 39, 77, 78]], ids=str
+)
+async def test_a_node_is_not_late_before_its_heartbeat_after_extra_ones(
+    database: Counted, extra: list[float]
+) -> None:
+    """A worker with an interval of 45 s sends two at each end of an engine; then its interval begins."""
+    node = await in_thread(lambda: make_node("w", heard=45, fingerprint="f"))
+    limit = await limit_after(database, node, [0, *extra])
+    assert 45 < limit < 54
+    assert await limit_after(database, node, [extra[-1] + 45]) == 54
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_a_lost_heartbeat_delays_probes_for_two_minutes(database: Counted) -> None:
+    """docs/killed-workers.md: the limit of a worker with an interval of 10 s is soon as before."""
+    node = await in_thread(lambda: make_node("w", heard=10, fingerprint="f"))
+    limits = [await limit_after(database, node, [seconds]) for seconds in range(0, 160, 10) if seconds != 10]
+    assert limits[:2] == [12, 24]
+    assert limits == [12, *sorted(limits[1:], reverse=True)]
+    assert limits[13:] == [12, 12]
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_the_limit_is_at_most_the_silence_that_makes_a_node_offline(database: Counted) -> None:
+    """Neither a heartbeat just before it, nor one after an outage in which no node was marked, exceeds it."""
+    node = await in_thread(lambda: make_node("w", heard=10, fingerprint="f"))
+    assert await limit_after(database, node, [0, 600]) == 12
+    assert await limit_after(database, node, [659]) == 60
 
 
 @pytest.mark.django_db(transaction=True)
