@@ -14,5 +14,7 @@ class Migration(migrations.Migration):
             name="reserved_cleared_at",
             field=models.DateTimeField(blank=True, editable=False, null=True),
         ),
-        migrations.RunSQL("UPDATE backend_nodes SET reserved_cleared_at = vram_read_at", migrations.RunSQL.noop),
+        migrations.RunSQL(
+            "UPDATE backend_nodes SET reserved_cleared_at = vram_read_at", migrations.RunSQL.noop
+        ),
     ]

@@ -111,7 +111,9 @@ async def read(database: Any, node: BackendNode, available: int, at: datetime | 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.rule("R1.52", "R1.53")
-async def test_a_load_releases_its_bytes_if_the_reading_since_was_too_old_to_clear_them(database: Pool) -> None:
+async def test_a_load_releases_its_bytes_if_the_reading_since_was_too_old_to_clear_them(
+    database: Pool,
+) -> None:
     """The reading is between two reservations: it clears neither, so each load subtracts its own bytes."""
     node, now = await sync_to_async(hot.node)(available_vram=16 * GB, fingerprint="f" * 64), clock.now()
     first, second = now - timedelta(seconds=1), now + timedelta(seconds=1)
