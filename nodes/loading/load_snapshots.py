@@ -1,8 +1,9 @@
 """Encode the input of a load's decision as sections of the snapshot log, and decode it. Pure.
 
 Node facts that are the same for all loads form one section. Node facts that depend on the model (indices in
-use, tested labels, concurrency groups, files) are sections of the model, and facts that depend on the load
-are a section of the load. So two loads of different models share most sections.
+use, tested labels, concurrency groups, files, disk space that other loads will take) are sections of the
+model, and facts that depend on the load are a section of the load. So two loads of different models share
+most sections.
 
 Rows name their columns, because another version may have written them: an unknown column is ignored, and a
 missing column has its default.
@@ -28,6 +29,7 @@ _SECTION_BY_MODEL_FIELD: Mapping[str, tuple[str, Any]] = {
     "labels": ("labels", ()),
     "conflicts": ("conflicts", ()),
     "staged_bytes": ("brought", 0),
+    "promised_bytes": ("promised", 0),
     "other_models_bytes": ("other_models", 0),
     "has_backend": ("has_backend", None),
 }

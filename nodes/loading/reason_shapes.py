@@ -135,6 +135,7 @@ MISS = Shape(
         field("free_vram", _BYTES_SCHEMA, "Effectively free; negative if more is reserved than available."),
         field("free_gpus", _BYTES_LIST_SCHEMA, "The same on each GPU, by index.", optional=True),
         field("available_disk", _BYTES_SCHEMA),
+        field("promised_bytes", _BYTES_SCHEMA, "Of these, what other loads will take.", optional=True),
         field("total_disk", _BYTES_SCHEMA, "0 if not reported."),
         field("disk_quota", _BYTES_SCHEMA, "For the files of models; 0: no limit.", optional=True),
         field("quota_used", _BYTES_SCHEMA, "What they take of it, with what loads bring.", optional=True),

@@ -437,10 +437,17 @@ async def _send_missing(attempt: Attempt, sending: ModelTransfer, lock: asyncio.
 
 
 async def _store_current_bytes(attempt: Attempt, meter: UploadMeter, lock: asyncio.Lock) -> None:
-    """Store how many bytes are on the node. With the lock, an earlier number never replaces a later one."""
-    async with lock:
-        name = attempt.definition.name
-        await in_thread(store_staged_bytes, attempt.slot.node_id, name, meter.current, now=clock.now())
+    """Store how many bytes are on the node. A cancellation of the caller does not cancel this.
+
+    The lock is held until the thread has ended, so an earlier number never replaces a later one.
+    """
+
+    async def store() -> None:
+        async with lock:
+            name = attempt.definition.name
+            await in_thread(store_staged_bytes, attempt.slot.node_id, name, meter.current, now=clock.now())
+
+    await asyncio.shield(store())
 
 
 def _check_disk_space(slot: Slot, missing: int) -> None:

@@ -21,7 +21,7 @@ from localai_cluster.kit.quantities import format_bytes, format_gib, gib_rounded
 from nodes.placement.fit import LARGEST, Pairs
 from nodes.placement.load_times import NodeBackoffs
 from nodes.placement.memory import BytesByGpu, FreeByGpu, fit_gpus, fit_stated_gpus
-from nodes.placement.sizes import QUOTA_HINT, describe_disk_need, describe_need, describe_quota
+from nodes.placement.sizes import QUOTA_HINT, describe_disk, describe_disk_need, describe_need, describe_quota
 
 Labels = frozenset[tuple[str, str]]
 """Pairs of a label's key and value."""
@@ -176,6 +176,8 @@ class Candidate:
     total_disk: int = 0
     """Bytes of the disk; 0 = not reported."""
     available_disk: int = 0
+    promised_bytes: int = 0
+    """Bytes of `available_disk` that loads of other models have yet to send to the node."""
     staged_bytes: int = 0
     """Bytes of this model's files that are already on the node."""
     disk_quota: int = 0
@@ -192,6 +194,11 @@ class Candidate:
     """Models with a replica on the node that should not share a node with this model (R2.81)."""
     has_backend: bool | None = None
     """True if the model's backend is installed; None if this was not read, because other facts decide."""
+
+    @property
+    def free_disk(self) -> int:
+        """Return the available bytes of the disk that no load of another model will take."""
+        return max(self.available_disk - self.promised_bytes, 0)
 
     @property
     def reports_memory(self) -> bool:
@@ -289,7 +296,7 @@ def find_refusal(
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
     """Return True if the node reports too little disk space; files that are on it already count (R2.38)."""
-    return node.total_disk > 0 and node.available_disk + node.staged_bytes < need.disk
+    return node.total_disk > 0 and node.free_disk + node.staged_bytes < need.disk
 
 
 def has_memory(node: Candidate, need: Need) -> bool:
@@ -431,7 +438,7 @@ def _lacks_by_reason(
         for reason in (Reason.MEMORY, Reason.GPUS)
     )
     by_disk = sorted(
-        (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
+        (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.free_disk, n.name)
     )
     by_quota = sorted(
         (n for n in nodes if refused.get(n.id) is Reason.QUOTA),
@@ -451,7 +458,7 @@ def _lacks_by_reason(
         descriptions[Reason.GPUS] += _context_hint(by_gpus, need)
     if by_disk:
         free_by_node = [
-            f"{n.name} has {format_gib(n.available_disk)} of {format_gib(n.total_disk)} free" for n in by_disk
+            f"{n.name} has {describe_disk(n.available_disk, n.total_disk, n.promised_bytes)}" for n in by_disk
         ]
         descriptions[Reason.DISK] = _need_with_nodes(describe_disk_need(need.files, need.disk), free_by_node)
     if by_quota:

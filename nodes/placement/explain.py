@@ -309,6 +309,7 @@ def _nearest_misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[st
             "free_vram": node.free_vram,
             "free_gpus": [free_bytes for _, free_bytes in sorted(node.gpus)],
             "available_disk": node.available_disk,
+            "promised_bytes": node.promised_bytes,
             "total_disk": node.total_disk,
             "disk_quota": node.disk_quota,
             "quota_used": node.other_models_bytes + node.staged_bytes if node.disk_quota else 0,

@@ -49,7 +49,7 @@ class ModelFacts:
     other_models_bytes: Mapping[UUID, int] = field(default_factory=dict)
     """By node: bytes of other models' files."""
     promised_bytes: Mapping[UUID, int] = field(default_factory=dict)
-    """By node: free bytes of its disk that loads of other models will take."""
+    """By node: available bytes of its disk that loads of other models will take."""
 
     def of(self, node: Candidate) -> Candidate:
         """Return the node with these facts about the model."""
@@ -58,7 +58,7 @@ class ModelFacts:
             used_indices=self.used_indices.get(node.id, frozenset()),
             conflicts=self.conflicts.get(node.id, frozenset()),
             staged_bytes=self.staged_bytes.get(node.id, 0),
-            available_disk=max(node.available_disk - self.promised_bytes.get(node.id, 0), 0),
+            promised_bytes=self.promised_bytes.get(node.id, 0),
             other_models_bytes=self.other_models_bytes.get(node.id, node.other_models_bytes),
         )
 

@@ -20,6 +20,12 @@ def describe_disk_need(files: int, needed: int) -> str:
     return f"{size} of files and {gib_rounded_up(needed - files)} to spare" if needed > files else size
 
 
+def describe_disk(available: int, total: int, promised: int) -> str:
+    """Format the available bytes of a disk, and how many of them loads of other models will take."""
+    text, taken = f"{format_gib(available)} of {format_gib(total)} free", min(promised, available)
+    return f"{text}, of which other loads will take {format_bytes(taken)}" if taken else text
+
+
 def describe_quota(used: int, quota: int, missing: int) -> str:
     """Format the figures of a disk quota that `missing` bytes would exceed."""
     return (

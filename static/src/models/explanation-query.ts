@@ -76,8 +76,9 @@ export function signed(size: number): string {
   return size < 0 ? `−${bytes(-size)}` : bytes(size);
 }
 
-export function diskWords({ available_disk, total_disk }: Miss): string {
-  return total_disk === 0 ? "not reported" : `${bytes(available_disk)} of ${bytes(total_disk)}`;
+export function diskWords({ available_disk, promised_bytes = 0, total_disk }: Miss): string {
+  const taken = Math.min(promised_bytes, available_disk);
+  return total_disk === 0 ? "not reported" : `${bytes(available_disk)} of ${bytes(total_disk)}${taken > 0 ? `, ${bytes(taken)} for other loads` : ""}`;
 }
 
 /** What files of models take of the node's quota for them. */

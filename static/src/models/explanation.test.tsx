@@ -121,6 +121,14 @@ it("shows how much of the quota for models is used where a node has one", async 
   expect(lines(misses).map((row) => row.slice(3, 5))).toEqual([["900 GiB of 1 TiB", "190 GiB of 200 GiB"], ["not reported", "no quota"]]);
 });
 
+it("shows how much of a disk other loads will take", async () => {
+  const panel = await open();
+  const promised = { node_id: "n2", node: "n2", code: "disk", reason: "without the disk space it needs", free_vram: 8 * GIB, available_disk: 200 * GIB, promised_bytes: 150 * GIB, total_disk: 1024 * GIB, replicas: 0, slots: 1, in_flight: 0 };
+  await respond(0, explained("a load starts and waits", [], decision({ ...WAITING, misses: [promised] })));
+  await panel.findByRole("button", { name: /^One more replica would now/ });
+  expect(lines(panel.getByRole("table", { name: "Nearest misses for tiny" })).map((row) => row[3])).toEqual(["200 GiB of 1 TiB, 150 GiB for other loads"]);
+});
+
 it("shows a wait with its reason, and another decision when it is chosen (UI-8.7)", async () => {
   const panel = await open();
   await respond(0, explained("a load starts and waits: no node has 8 GiB", [recordedDecision(8, WAITING), recordedDecision(7)], decision(WAITING)));

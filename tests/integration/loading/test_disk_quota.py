@@ -1,11 +1,14 @@
 """Disk quota and free disk of a node: loads that run at once, files that are there, and the refusals."""
 
 import asyncio
+import threading
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 from django.db import connection
@@ -17,6 +20,7 @@ from localai_cluster.kit import clock
 from nodes.decisions import fleet_cache
 from nodes.decisions.fleet_cache import FleetQuestion
 from nodes.loading import load_request, staging
+from nodes.loading.transfer import UploadMeter
 from nodes.models import BackendNode, BroughtModel, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement.choose import Candidate, Need, Reason, find_refusal
@@ -28,7 +32,7 @@ from operations.executor.work import Postpone, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Recorder
-from tests.integration.loading.test_delivery import worker
+from tests.integration.loading.test_delivery import holds, worker
 from tests.integration.loading.test_load_steps import told
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 
@@ -72,7 +76,7 @@ def read_views(model: str, need: Need) -> list[Candidate]:
     (of_many, _) = fleet_cache.read_fleets([FleetQuestion(model, ()), FleetQuestion("nothing", ())])
     cached = fleet_cache.FleetCache().decide(model, FleetView((), need))[0].nodes
     facts = [
-        {(n.id, n.staged_bytes, n.disk_quota, n.other_models_bytes, n.available_disk) for n in nodes}
+        {(n.id, n.staged_bytes, n.disk_quota, n.other_models_bytes, n.promised_bytes) for n in nodes}
         for nodes in (one, of_many, cached)
     ]
     assert facts[0] == facts[1] == facts[2]
@@ -151,6 +155,12 @@ async def test_of_two_loads_at_once_one_gets_the_last_free_bytes(stage: Stage) -
     row = await in_thread(NodeModel.objects.get, pk=placed.id)
     (other,) = set(works) - {row.model_name}
     assert await in_thread(reason_on, node, other, need) is Reason.DISK
+    views = [await in_thread(read_views, model, need) for model in (other, row.model_name)]
+    (of_other, of_own) = (next(view for view in seen if view.id == node.pk) for seen in views)
+    assert (of_other.available_disk, of_other.promised_bytes) == (12 * GIB, 6 * GIB), (
+        "as the page of the node"
+    )
+    assert (of_own.available_disk, of_own.promised_bytes) == (12 * GIB, 0)
     assert await in_thread(reason_on, node, row.model_name, need) is None, "replicas share the files"
     assert await in_thread(reason_on, node, other, replace(need, disk=6 * GIB)) is None
     await in_thread(set_free, 8 * GIB)
@@ -161,6 +171,46 @@ async def test_of_two_loads_at_once_one_gets_the_last_free_bytes(stage: Stage) -
     work = works[row.model_name]
     await in_thread(partial(slots.end_attempt, placed, attempt=work.attempt, now=clock.now()))
     assert await in_thread(reason_on, node, other, need) is None, "a failed load holds nothing"
+
+
+async def test_a_cancelled_store_ends_before_the_last_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled twice, a load still stores its last number, and no earlier one after it."""
+    store, running, released = staging.store_staged_bytes, threading.Event(), threading.Event()
+    stored: list[int] = []
+
+    def slow(node_id: UUID, model: str, size: int, *, now: datetime) -> None:
+        running.set()
+        released.wait(60)
+        store(node_id, model, size, now=now)
+        stored.append(size)
+
+    monkeypatch.setattr(staging, "store_staged_bytes", slow)
+    meter, lock = UploadMeter({"a.gguf": 9}, "one"), asyncio.Lock()
+    slot = SimpleNamespace(node_id=stage.one.pk)
+    attempt: Any = SimpleNamespace(slot=slot, definition=SimpleNamespace(name="m"))
+
+    def begin() -> asyncio.Task[None]:
+        return asyncio.create_task(staging._store_current_bytes(attempt, meter, lock))
+
+    try:
+        meter.start_file("a.gguf", 4)
+        periodic = begin()
+        assert await asyncio.to_thread(running.wait, 60)
+        periodic.cancel()
+        await asyncio.gather(periodic, return_exceptions=True)
+        meter.finish_file("a.gguf")
+        last = begin()
+        await asyncio.sleep(0)  # it has begun
+        last.cancel()
+        await asyncio.gather(last, return_exceptions=True)
+        assert lock.locked(), "the first thread still runs"
+    finally:
+        released.set()
+    await holds(lambda: len(stored) == 2)
+    assert stored == [4, 9]
+    assert (await in_thread(BroughtModel.objects.get)).size == 9
 
 
 async def test_of_two_stagings_at_once_one_gets_the_last_bytes(stage: Stage) -> None:

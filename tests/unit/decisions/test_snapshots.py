@@ -142,6 +142,7 @@ def test_every_field_of_a_node_comes_back() -> None:
         card_vram=9,
         total_disk=6,
         available_disk=7,
+        promised_bytes=3,
         staged_bytes=8,
         disk_quota=9,
         other_models_bytes=10,
@@ -173,6 +174,23 @@ def test_what_did_not_change_is_not_written_again() -> None:
     assert set(second) == {"nodes", "load/2"}
     assert list(second["nodes"][0]) == ["n0"]
     assert len(decision_log.encode(second)) < 1000 < len(decision_log.encode(whole)) < 200_000
+
+
+def test_what_other_loads_will_take_of_a_disk_rewrites_no_node() -> None:
+    """Loads of two models see different figures; in turns they would write the nodes' rows each time."""
+    fleet = [view(id=UUID(int=n), name=f"n{n}", total_disk=9, available_disk=9) for n in range(2)]
+    seen = {"m": fleet, "other": [replace(fleet[0], promised_bytes=4), fleet[1]]}
+    state: decision_log.State = {}
+    written: list[set[str]] = []
+    for number, model in enumerate(("m", "other", "m", "other")):
+        question = LoadQuestion(FleetView(seen[model], Need(disk=6, disk_required=True)))
+        changes = decision_log.find_changes(state, load_snapshots.encode_load(str(number), model, question))
+        decision_log.apply_changes(state, changes)
+        written.append(set(changes) - {f"load/{number}"})
+        known = load_snapshots.decode_load(state, str(number), model)
+        assert known is not None
+        assert known.question.view.decide() == question.view.decide()
+    assert written[1:] == [{"promised/other"}, set(), set()]
 
 
 def test_a_reader_of_another_version_takes_what_it_knows() -> None:

@@ -43,6 +43,7 @@ nodes = st.builds(
     available_vram=st.integers(0, 2**40),
     total_disk=st.sampled_from([0, 2**40]),
     available_disk=st.integers(0, 2**40),
+    promised_bytes=st.sampled_from([0, 2**20, 2**39]),
     staged_bytes=st.sampled_from([0, 2**20, 2**39]),
     disk_quota=st.sampled_from([0, 1, 2**40]),
     other_models_bytes=st.integers(0, 2**40),
@@ -138,7 +139,7 @@ def test_no_node_is_over_its_budget_where_that_is_required(fleet: list[Candidate
     decision = choose_node(fleet, need=need)
     for node in decision.ranked:
         assert node.free_vram >= need.vram or not need.vram_required or not need.vram
-        free_disk = node.available_disk + node.staged_bytes
+        free_disk = max(node.available_disk - node.promised_bytes, 0) + node.staged_bytes
         assert not node.total_disk or free_disk >= need.disk or not need.disk_required
         fits_quota = not node.disk_quota or node.other_models_bytes + need.files <= node.disk_quota
         assert fits_quota or need.files <= node.staged_bytes, "D-DISK-QUOTA"
@@ -147,7 +148,7 @@ def test_no_node_is_over_its_budget_where_that_is_required(fleet: list[Candidate
             assert node.free_vram < need.vram
         if decision.refused.get(node.id) is Reason.DISK:
             assert node.total_disk > 0
-            assert node.available_disk + node.staged_bytes < need.disk
+            assert max(node.available_disk - node.promised_bytes, 0) + node.staged_bytes < need.disk
         if decision.refused.get(node.id) is Reason.QUOTA:
             assert node.other_models_bytes + need.files > node.disk_quota > 0
 
@@ -213,6 +214,23 @@ def test_a_node_without_the_disk_space_is_refused() -> None:
     assert choose_node([full], need=Need(disk=70 * GIB)).node == full, "the switch is off"
     away = choose_node([view(status="offline")], need=large).describe_refusals()
     assert away == "no node can take it: 1 offline", "that is no matter of disks"
+
+
+@pytest.mark.rule("R2.38", "R2.39")
+def test_a_refusal_names_the_free_space_that_other_loads_will_take() -> None:
+    """Else the operator reads of a full disk, which no page shows, and deletes files."""
+    disk = {"total_disk": 100 * GIB, "available_disk": 50 * GIB}
+    plain = view(id=UUID(int=1), name="plain", **disk | {"available_disk": 20 * GIB})
+    held = view(id=UUID(int=2), name="held", promised_bytes=40 * GIB, **disk)
+    over = view(id=UUID(int=3), name="over", promised_bytes=60 * GIB, **disk)
+    assert choose_node([held], need=Need(disk=10 * GIB, disk_required=True)).node == held
+    decision = choose_node([over, held, plain], need=Need(disk=30 * GIB, disk_required=True))
+    assert decision.describe_refusals() == (
+        "no node can take it: 3 without the disk space it needs"
+        " (30.0 GiB: plain has 20.0 GiB of 100.0 GiB free,"
+        " held has 50.0 GiB of 100.0 GiB free, of which other loads will take 40.0 GiB,"
+        " over has 50.0 GiB of 100.0 GiB free, of which other loads will take 50.0 GiB)"
+    )
 
 
 @pytest.mark.rule("R2.38", "R2.39")  # D-DISK-QUOTA

@@ -142,7 +142,7 @@ def test_the_nearest_misses_come_first_with_their_figures() -> None:
             {"status": "offline"},
             {"free_vram": GIB},
             {"free_vram": 2 * GIB},
-            {"slots": 0},
+            {"slots": 0, "available_disk": 7, "promised_bytes": 5},
             {"node_type": "agent"},
             {"status": "pending"},
             {"free_vram": 9 * GIB},
@@ -158,6 +158,8 @@ def test_the_nearest_misses_come_first_with_their_figures() -> None:
         ("a", "offline"),
     ]
     assert told.facts["misses"][1]["free_vram"] == 2 * GIB
+    full = told.facts["misses"][3]
+    assert (full["available_disk"], full["promised_bytes"]) == (7, 5)
     assert {explain.reason_code(reason) for reason in Reason} >= {"memory", "disk", "selector"}
 
 

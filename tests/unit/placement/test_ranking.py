@@ -61,6 +61,7 @@ owns = st.builds(
     ModelFacts,
     st.dictionaries(ids, st.frozensets(st.integers(0, 2), min_size=1), max_size=2),
     st.dictionaries(ids, st.just(frozenset({"other"})), max_size=2),
+    promised_bytes=st.dictionaries(ids, figures, max_size=2),
 )
 steps = st.lists(candidates() | ids | st.tuples(questions, owns), min_size=1, max_size=30)
 
@@ -69,7 +70,8 @@ def as_seen(node: Candidate, question: dict[str, Any], own: ModelFacts) -> Candi
     keys = {key for key, _ in question["selector"].labels or ()}
     labels = frozenset(pair for pair in node.labels if pair[0] in keys)
     taken, conflicts = own.used_indices.get(node.id, frozenset()), own.conflicts.get(node.id, frozenset())
-    return replace(node, labels=labels, used_indices=taken, conflicts=conflicts)
+    promised = own.promised_bytes.get(node.id, 0)
+    return replace(node, labels=labels, used_indices=taken, conflicts=conflicts, promised_bytes=promised)
 
 
 @pytest.mark.parametrize("rows", [ranking.MAX_ROWS, 1])
