@@ -19,6 +19,7 @@ MECHANISMS = (
     "changes",
     "cold-requests",
     "decision-records",
+    "figures",
     "inference",
     "killed-workers",
     "nodes",
