@@ -130,18 +130,17 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
 
 
 def _create_samples_partition(at: datetime) -> bool:
-    """Create the partition of samples for this time. Return False if its period has ended and is packed.
+    """Create the partition of samples for this time. Return False if a later period has begun.
 
     The time is from the clock of a web process, which may be hours behind. Its figures would not be packed
     any more, and each run of `maintain` would drop the partition again.
     """
-    packed_at = floor_to_step(at, SAMPLES_TABLE.width) + SAMPLES_TABLE.width + LATE_SAMPLES_GRACE
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT now() < %s", [packed_at])
-        (is_awaited,) = cursor.fetchone()
-    if is_awaited:
-        partitions.create_missing([(SAMPLES_TABLE, at)])
-    return bool(is_awaited)
+    # The sampling task creates the partitions of now and of the next period.
+    next_start = max(SAMPLES_TABLE.starts(), default=at)
+    if next_start > floor_to_step(at, SAMPLES_TABLE.width) + SAMPLES_TABLE.width:
+        return False
+    partitions.create_missing([(SAMPLES_TABLE, at)])
+    return True
 
 
 @dataclass(frozen=True)
