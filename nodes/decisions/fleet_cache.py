@@ -13,9 +13,8 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
@@ -148,7 +147,8 @@ files AS (
      GROUP BY node_id, model_name)
 SELECT node_id, model_name, size, staged, missing FROM files WHERE model_name = ANY(%(models)s)
  UNION ALL
-SELECT node_id, NULL, sum(size)::bigint, (node_id IN (TABLE quota))::int, sum(missing)::bigint FROM files
+SELECT node_id, NULL, CASE WHEN node_id IN (TABLE quota) THEN sum(size)::bigint END, 0, sum(missing)::bigint
+  FROM files
  WHERE node_id IN (TABLE quota) OR missing > 0 GROUP BY node_id
 """
 
@@ -174,7 +174,7 @@ class FileBytes:
 
     models: Mapping[str, Mapping[UUID, ModelBytes]]
     totals: Mapping[UUID, int]
-    missing: Mapping[UUID, int] = field(default_factory=dict)
+    missing: Mapping[UUID, int]
 
     def staged_by_node(self, model_name: str) -> dict[UUID, int]:
         """Return the bytes of the model's files on each node that has such files."""
@@ -198,7 +198,7 @@ def read_file_bytes(model_names: Collection[str], node_ids: Collection[UUID] | N
     """Read the bytes of the models' files on these nodes; None = all nodes. One query."""
     models: dict[str, dict[UUID, ModelBytes]] = {name: {} for name in model_names}
     totals: dict[UUID, int] = {}
-    promised: dict[UUID, int] = {}
+    all_missing: dict[UUID, int] = {}
     parameters = {"models": list(models), "nodes": None if node_ids is None else list(node_ids)}
     with connection.cursor() as cursor:
         cursor.execute(_READ_FILES_SQL, parameters)
@@ -206,10 +206,10 @@ def read_file_bytes(model_names: Collection[str], node_ids: Collection[UUID] | N
             if name is not None:
                 models[name][node_id] = ModelBytes(staged, size, missing)
                 continue
-            promised[node_id] = missing
-            if staged:  # the node has a quota
+            all_missing[node_id] = missing
+            if size is not None:
                 totals[node_id] = size
-    return FileBytes(models, totals, promised)
+    return FileBytes(models, totals, all_missing)
 
 
 class _TableCopy(Generic[R]):
@@ -305,7 +305,7 @@ class _Rows:
         conflicts: Collection[str],
         staged_bytes: Mapping[UUID, int],
         other_models_bytes: Mapping[UUID, int],
-        promised_bytes: Mapping[UUID, int] = MappingProxyType({}),
+        promised_bytes: Mapping[UUID, int],
     ) -> ModelFacts:
         """Return the facts about nodes that depend on the model; `conflicts` share a group with it."""
         occupied = {
@@ -442,7 +442,7 @@ class FleetCache:
                 conflicts=conflicts,
             )
             return _decide_on(nodes, view)
-        files = read_file_bytes([model_name]) if view.need.disk else FileBytes({model_name: {}}, {})
+        files = read_file_bytes([model_name]) if view.need.disk else FileBytes({model_name: {}}, {}, {})
         staged, others, promised = (
             files.staged_by_node(model_name),
             files.other_models_by_node(model_name, files.totals),

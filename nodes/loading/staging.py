@@ -60,7 +60,7 @@ from nodes.placement.sizes import describe_disk_need
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots
-from nodes.replicas.slots import OverQuota, Slot
+from nodes.replicas.slots import InsufficientDisk, Slot
 from operations.executor.work import Postpone, WakeUps, in_thread
 from operations.ledger.progress import Tick
 
@@ -326,7 +326,7 @@ async def _wait_for_turn(attempt: Attempt, files: int) -> None:
             has_begun = await in_thread(
                 slots.begin_staging, attempt.slot, attempt=attempt.work.attempt, files=files
             )
-        except OverQuota as lack:
+        except InsufficientDisk as lack:
             raise NodeRefused(f"staging: {lack}") from lack
         if has_begun:
             return

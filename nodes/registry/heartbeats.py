@@ -176,6 +176,8 @@ WITH beat AS (
         beat.measured_at, beat.available_vram, beat.total_vram, beat.available_ram, beat.total_disk,
         beat.available_disk, beat.gpu_vendor, beat.gpus,
         node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live,
+        node.approved_at IS NOT NULL AND node.offline_at IS NULL AND beat.available_vram IS NOT NULL
+            AND (node.reserved_at IS NULL OR node.reserved_at <= beat.measured_at) AS clears,
         CASE WHEN beat.budget = node.vram_budget AND beat.budget <> '' THEN beat.ceiling
             ELSE node.vram_budget_bytes END AS ceiling
     FROM backend_nodes AS node JOIN beat ON beat.id = node.id AND beat.fingerprint = node.fingerprint
@@ -196,12 +198,8 @@ WITH beat AS (
         offline_by = CASE WHEN own.silent THEN '' ELSE node.offline_by END,
         offline_recovers = node.offline_recovers AND NOT own.silent,
         revision = node.revision + own.silent::int,
-        reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
-            AND (node.reserved_at IS NULL OR node.reserved_at <= own.measured_at) THEN 0
-            ELSE node.reserved_vram END,
-        reserved_cleared_at = CASE WHEN own.live AND own.available_vram IS NOT NULL
-            AND (node.reserved_at IS NULL OR node.reserved_at <= own.measured_at) THEN own.measured_at
-            ELSE node.reserved_cleared_at END,
+        reserved_vram = CASE WHEN own.clears THEN 0 ELSE node.reserved_vram END,
+        reserved_cleared_at = CASE WHEN own.clears THEN own.measured_at ELSE node.reserved_cleared_at END,
         vram_read_at = CASE WHEN own.live AND own.available_vram IS NOT NULL THEN own.measured_at
             ELSE node.vram_read_at END,
         available_vram = CASE WHEN own.live

@@ -41,7 +41,7 @@ from operations.changes import events
 from operations.ledger import attempts
 
 
-class OverQuota(Exception):
+class InsufficientDisk(Exception):
     """The model's files exceed the node's disk quota, or its free disk space; the text has the reason."""
 
 
@@ -133,13 +133,13 @@ def _index_with_disk(node: BackendNode, model_name: str, need: Need) -> int | No
         return NoSlot(RefusalReason.FULL)
     try:
         _check_disk(node, model_name, need.files, need.disk if need.disk_required else 0)
-    except OverQuota as lack:
+    except InsufficientDisk as lack:
         return NoSlot(str(lack))
     return index
 
 
 def _check_disk(node: BackendNode, model_name: str, files: int, free_needed: int = 0) -> None:
-    """Raise OverQuota if the model's files exceed the disk quota, or `free_needed` bytes the free disk space.
+    """Raise InsufficientDisk if the model's files exceed the quota, or `free_needed` bytes the free space.
 
     Other loads on the node have taken what they have yet to send. Needs the node's lock; one query.
     """
@@ -153,9 +153,9 @@ def _check_disk(node: BackendNode, model_name: str, files: int, free_needed: int
     free = max(node.available_disk - read.promised_by_node(model_name).get(node.pk, 0), 0)
     # As `lacks_disk` of the decision's snapshot: a refusal here shows there too.
     if free + staged < free_needed:
-        raise OverQuota(RefusalReason.DISK)
+        raise InsufficientDisk(RefusalReason.DISK)
     if quota and files > staged and others + files > quota:
-        raise OverQuota(f"{describe_quota(others + staged, quota, files - staged)}; {QUOTA_HINT}")
+        raise InsufficientDisk(f"{describe_quota(others + staged, quota, files - staged)}; {QUOTA_HINT}")
 
 
 def _free_index(node: BackendNode, model_name: str) -> int | None:
@@ -208,7 +208,7 @@ def begin_staging(slot: Slot, *, attempt: Attempt, files: int) -> bool | None:
     """Begin to send `files` bytes of the model to the node, unless another load is sending its files (R2.26).
 
     Return False while another running attempt sends them, None if the attempt no longer owns the slot. Raise
-    OverQuota if the files do not fit into the node's disk quota.
+    InsufficientDisk if the files do not fit into the node's disk quota.
     """
     with committed("load.staging"):
         # As for a slot: of two that begin at once one sees the other.

@@ -204,10 +204,10 @@ def test_a_decision_does_not_visit_nodes_that_no_longer_have_the_model() -> None
     cache = FleetCache()
     replicas = [hot.replica(hot.node(f"n{number}", available_vram=8 * GB), "m") for number in range(3)]
     cache.decide("m", ANYTHING)
-    assert len(cache._rows.model_facts("m", [], {}, {}).used_indices) == 3
+    assert len(cache._rows.model_facts("m", [], {}, {}, {}).used_indices) == 3
     NodeModel.objects.filter(pk__in=[replica.pk for replica in replicas[1:]]).delete()
     cache.decide("m", ANYTHING)
-    assert list(cache._rows.model_facts("m", [], {}, {}).used_indices) == [replicas[0].node_id]
+    assert list(cache._rows.model_facts("m", [], {}, {}, {}).used_indices) == [replicas[0].node_id]
 
 
 def test_some_nodes_only() -> None:

@@ -229,7 +229,7 @@ async def test_of_two_stagings_at_once_one_gets_the_last_bytes(stage: Stage) -> 
 
     results = await asyncio.gather(*(in_thread(begin, number) for number in (0, 1)), return_exceptions=True)
     (refusal,) = [result for result in results if result is not True]
-    assert isinstance(refusal, slots.OverQuota)
+    assert isinstance(refusal, slots.InsufficientDisk)
     assert await in_thread(lambda: NodeModel.objects.filter(phase="staging").count()) == 1
 
 
