@@ -65,8 +65,9 @@ class Fork(subprocess.Popen[bytes]):
 
     def poll(self) -> int | None:
         """Return the exit code, as `Popen` does; None while it runs."""
-        self.returncode = self._process.exitcode
-        return self._process.exitcode
+        # Read once: the process may end between two reads.
+        self.returncode = code = self._process.exitcode
+        return code
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end and return the exit code."""

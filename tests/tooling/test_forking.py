@@ -69,3 +69,14 @@ def test_a_command_that_is_run_to_its_end_keeps_what_it_prints_apart(tmp_path: P
         assert (done.returncode, done.stdout) == (code, "1\n")
         assert done.stderr.startswith("2\n")
         assert f"{category}: x" in done.stderr
+
+
+def test_its_end_between_two_reads_is_seen_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may end while `poll` runs: what it returns and `returncode` agree."""
+    fork = forked(tmp_path, "manage.py", "nonsense")
+    fork.wait(60)
+    codes = iter([None, 0, 0])
+    monkeypatch.setattr(type(fork._process), "exitcode", property(lambda _: next(codes)))
+    while fork.poll() is None:
+        assert fork.returncode is None
+    assert fork.returncode == 0
