@@ -38,6 +38,20 @@ _PROCESS_KIND = {"serve": "web", "controller": "controller", "qcluster": "tasks"
 )
 # Each connection costs a PostgreSQL process: every 15 s the pool closes one that it did not need.
 _POOL_OPTIONS = {"min_size": 1, "max_size": 8, "timeout": 10, "max_idle": 15}
+IDLE_TRANSACTION_SECONDS = 60
+"""Seconds after which PostgreSQL ends a session that is idle within a transaction.
+
+Its process is suspended or its machine has died, and the locks of the transaction stop other processes.
+"""
+_DEAD_PEER_OPTIONS = {
+    # This side notices a dead server within a minute, and the server a dead machine of ours.
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+    "options": f"-c idle_in_transaction_session_timeout={IDLE_TRANSACTION_SECONDS}s"
+    " -c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3",
+}
 
 
 def _database_settings(url: str) -> dict[str, Any]:
@@ -64,7 +78,10 @@ def _database_settings(url: str) -> dict[str, Any]:
         "CONN_HEALTH_CHECKS": True,
         "OPTIONS": {
             "application_name": f"localai-cluster-{_PROCESS_KIND}",
+            **_DEAD_PEER_OPTIONS,
             **parts,
+            # The last of two equal settings applies.
+            "options": f"{_DEAD_PEER_OPTIONS['options']} {parts.get('options') or ''}".strip(),
             **({"pool": _POOL_OPTIONS} if IS_WEB else {}),
         },
         "TEST": {"NAME": f"test_{name or 'cluster'}"},

@@ -235,6 +235,11 @@ class Operation(LeasedRow):
             models.Index(fields=["-finished_at", "-id"], name="operation_history"),
             models.Index(fields=["seq"], name="operation_seq"),
             models.Index(
+                fields=["kind", "element"],
+                name="operation_active",
+                condition=Q(status__in=[s.value for s in ACTIVE]),
+            ),
+            models.Index(
                 fields=["waves"],
                 name="operation_in_waves",
                 condition=Q(waves__gt="", status__in=[s.value for s in ACTIVE]),
@@ -310,7 +315,8 @@ class OperationTarget(models.Model):
                 fields=["intent_id"],
                 name="target_of_intent",
                 condition=Q(
-                    intent_id__isnull=False, status__in=["queued", "downloading", "running_on_worker"]
+                    intent_id__isnull=False,
+                    status__in=["queued", "downloading", "running_on_worker", "cancelled"],
                 ),
             ),
         ]

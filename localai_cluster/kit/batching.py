@@ -145,8 +145,12 @@ class CallBatcher(Generic[T, R]):
             if len(calls) == 1:
                 _set_error(calls[0][1], error)
                 return
-            for key, call in batch.items():
-                await self._call_batch({key: call})
+            try:
+                for key, call in batch.items():
+                    await self._call_batch({key: call})
+            except asyncio.CancelledError:
+                _fail_all(calls)  # those whose turn has not come
+                raise
         except asyncio.CancelledError:
             _fail_all(calls)
             raise

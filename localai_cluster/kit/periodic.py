@@ -11,7 +11,7 @@ from datetime import datetime
 
 from django.db.models import Min
 from django_q.brokers import get_broker
-from django_q.models import OrmQ, Schedule
+from django_q.models import Failure, OrmQ, Schedule
 from django_q.scheduler import scheduler
 
 from localai_cluster.kit import clock
@@ -21,6 +21,8 @@ MAX_TASK_WAIT_SECONDS = 30.0
 """Seconds that a task may wait in the queue. A longer wait means that no process runs tasks."""
 MAX_BACKLOG = 20
 """Number of waiting tasks at which the ticker stops adding tasks."""
+MAX_FAILURES = 1000
+"""Maximum number of stored failed runs. django-q2 limits only the successful ones."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,15 @@ def waiting_since(*, now: datetime) -> datetime | None:
     # A claimed task has a `lock` in the future, after which another process may claim it.
     oldest: datetime | None = OrmQ.objects.filter(lock__lte=now).aggregate(oldest=Min("lock"))["oldest"]
     return oldest
+
+
+def prune_failures(*, before: datetime, limit: int) -> int:
+    """Delete up to `limit` failed runs that ended before `before`, or exceed `MAX_FAILURES`.
+
+    Return their number.
+    """
+    newest = Failure.objects.order_by("-stopped", "-pk").values_list("pk", flat=True)[:MAX_FAILURES]
+    kept = Failure.objects.filter(pk__in=list(newest), stopped__gte=before).values_list("pk", flat=True)
+    old = Failure.objects.exclude(pk__in=list(kept)).order_by("stopped", "pk").values_list("pk", flat=True)
+    deleted, _ = Failure.objects.filter(pk__in=list(old[:limit])).delete()
+    return deleted

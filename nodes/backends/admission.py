@@ -117,7 +117,7 @@ def _admit_once(request: BackendRequest, scope: RequestScope, now: datetime) -> 
 
 
 def _open_nodes(operation: Operation) -> set[UUID]:
-    open_targets = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+    open_targets = OperationTarget.objects.filter(operation=operation).filter(status__in=targets.UNFINISHED)
     return set(open_targets.values_list("node_id", flat=True))
 
 
@@ -266,7 +266,7 @@ def _unopened_targets_to_replace(
     if request.kind != DELETE:
         upgrades = upgrades.filter(pk__in=[active.pk] if active else [])
     unopened = OperationTarget.objects.filter(operation__in=upgrades, intent_id__isnull=True)
-    replaced = unopened.filter(node_id__in=node_ids).exclude(status__in=targets.ENDED)
+    replaced = unopened.filter(node_id__in=node_ids).filter(status__in=targets.UNFINISHED)
     return list(replaced.values_list("pk", flat=True))
 
 
@@ -325,7 +325,7 @@ def _running_intents(operation_id: UUID, node_id: UUID | None) -> set[UUID]:
     """Return the ids of the intents of targets that have not ended, of all nodes or of `node_id`."""
     with_intent = OperationTarget.objects.filter(operation_id=operation_id, intent_id__isnull=False)
     with_intent = with_intent.filter(node_id=node_id) if node_id else with_intent
-    unfinished = with_intent.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
+    unfinished = with_intent.filter(status__in=targets.UNFINISHED).values_list("intent_id", flat=True)
     return {id for id in unfinished if id is not None}
 
 
@@ -338,7 +338,7 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
         if not _running_intents(operation_id, node_id) <= intent_ids:
             raise _WaveOpened  # a wave has opened meanwhile: its intents are not locked
         other_targets = OperationTarget.objects.filter(intent_id__in=held, operation__status__in=ACTIVE)
-        other_targets = other_targets.exclude(operation_id=operation_id).exclude(status__in=targets.ENDED)
+        other_targets = other_targets.exclude(operation_id=operation_id).filter(status__in=targets.UNFINISHED)
         shared = {id for id in other_targets.values_list("intent_id", flat=True) if id is not None}
         unshared = [intent for intent in held.values() if intent.id not in shared]
         started = {

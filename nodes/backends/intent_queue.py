@@ -138,7 +138,8 @@ def _confirmed_models(intent: Intent) -> Collection[str]:
     An operation that only drains protects no last replica.
     """
     sharing = OperationTarget.objects.filter(intent_id=intent.id, operation__status__in=ACTIVE)
-    payloads = list(sharing.exclude(status__in=targets.ENDED).values_list("operation__payload", flat=True))
+    unfinished = sharing.filter(status__in=targets.UNFINISHED)
+    payloads = list(unfinished.values_list("operation__payload", flat=True))
     if any(payload.get("drains") for payload in payloads):
         node_replicas = NodeModel.objects.filter(node_id=intent.node.id).of_backend(intent.row.backend)
         return frozenset(node_replicas.values_list("model_name", flat=True))

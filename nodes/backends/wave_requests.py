@@ -67,8 +67,8 @@ def choose(
         # Intents before operations. A target that waits for this confirmation is due now.
         open_parts = OperationTarget.objects.filter(operation_id=operation_id, intent_id__isnull=False)
         if last_replicas:
-            intents_of_open = open_parts.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
-            ids = [id for id in intents_of_open if id is not None]
+            unfinished = open_parts.filter(status__in=targets.UNFINISHED)
+            ids = [id for id in unfinished.values_list("intent_id", flat=True) if id is not None]
             # An attempt that is about to be put back is settled before this, or after the choice is stored.
             list(PendingBackendOp.objects.filter(pk__in=ids).order_by("id").select_for_update(no_key=True))
             intents.make_due(ids, now=now)

@@ -292,7 +292,7 @@ def catch_up(*, now: datetime) -> int:
     waiting = OperationTarget.objects.filter(
         operation__waves__in=WAVES_IN_PROGRESS, operation__status__in=ACTIVE
     )
-    waiting = waiting.filter(intent_id__isnull=True, next_check_at__lte=now).exclude(status__in=targets.ENDED)
+    waiting = waiting.filter(intent_id__isnull=True, next_check_at__lte=now, status__in=targets.UNFINISHED)
     ids = list(waiting.values_list("operation_id", flat=True))
     if not ids:
         return 0

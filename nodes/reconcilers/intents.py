@@ -78,7 +78,7 @@ def _refresh_all_reasons(now: datetime) -> int:
 
 def _end_unneeded_intents(now: datetime) -> int:
     """End intents without an unfinished target: a safety net."""
-    open_targets = OperationTarget.objects.filter(intent_id=OuterRef("pk")).exclude(status__in=targets.ENDED)
+    open_targets = OperationTarget.objects.filter(intent_id=OuterRef("pk"), status__in=targets.UNFINISHED)
     orphans = PendingBackendOp.objects.resting().filter(~Exists(open_targets))
     reason = "no operation asks for it any more"
     return intents.end({id: Ended(error=reason) for id in orphans.values_list("id", flat=True)}, now=now)
@@ -87,7 +87,7 @@ def _end_unneeded_intents(now: datetime) -> int:
 def _end_targets_without_intent(now: datetime) -> int:
     """End targets whose node was removed together with its intents."""
     intent = PendingBackendOp.objects.filter(pk=OuterRef("intent_id"))
-    open_targets = OperationTarget.objects.filter(intent_id__isnull=False).exclude(status__in=targets.ENDED)
+    open_targets = OperationTarget.objects.filter(intent_id__isnull=False, status__in=targets.UNFINISHED)
     orphans = dict(open_targets.filter(~Exists(intent)).values_list("intent_id", "node_name"))
     changes = {
         id: target_changes.end(TargetStatus.ERROR, error=f"node {name} was removed")
@@ -106,9 +106,7 @@ def refresh_reasons(changed: Collection[UUID] | None, *, now: datetime) -> None:
     intents_by_id = {intent.id: intent for intent in resting}
     if not intents_by_id:
         return
-    open_targets = OperationTarget.objects.filter(intent_id__in=intents_by_id).exclude(
-        status__in=targets.ENDED
-    )
+    open_targets = OperationTarget.objects.filter(intent_id__in=intents_by_id, status__in=targets.UNFINISHED)
     current = open_targets.values_list("intent_id", "reason", "waits_for_node")
     changes: dict[UUID, target_changes.Change] = {}
     for id, reason, waits in current:

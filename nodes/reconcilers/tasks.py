@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from asgiref.sync import async_to_sync
 
 from localai_cluster.accounts import audit
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import clock, conf, periodic
 from localai_cluster.kit.outage import skip_during_outage
 from localai_cluster.kit.periodic import RecurringTask
 from localai_cluster.kit.transactions import Lock, try_lock
@@ -122,17 +122,17 @@ def pack_figures() -> None:
 def prune_timeline() -> None:
     """Delete rows past their retention. Return at once if another process holds the lock.
 
-    These are events, join tokens, audit entries, decision records and their snapshots, stored responses that
-    were not used, old revisions of definitions, expired bus credentials, pending nodes that have been silent
-    for a day, and abandoned downloads. Decision records and snapshots are also limited by their size, because
-    a fleet may make a decision every second. Each chunk is a transaction; the next run continues after
-    `PRUNE_SECONDS`.
+    These are events, join tokens, audit entries, failed runs of tasks, decision records and their snapshots,
+    stored responses that were not used, old revisions of definitions, expired bus credentials, pending nodes
+    that have been silent for a day, and abandoned downloads. Decision records and snapshots are also limited
+    by their size, because a fleet may make a decision every second. Each chunk is a transaction; the next run
+    continues after `PRUNE_SECONDS`.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
     prunes: list[tuple[Callable[..., int], datetime]] = [
-        (prune, before) for prune in (timeline.prune, joining.prune, audit.prune)
+        (prune, before) for prune in (timeline.prune, joining.prune, audit.prune, periodic.prune_failures)
     ]
     responses_before = now - timedelta(seconds=cluster.response_retention)
     prunes.append((StoredResponse.objects.prune, responses_before))

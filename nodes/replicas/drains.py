@@ -261,7 +261,7 @@ def has_no_operation() -> Q:
         operation__kind__in=(UNLOAD_KIND, DELETE_KIND, REMOVE_DEFINITION_KIND),
         operation__element=OuterRef("model_name"),
         node_id=OuterRef("node_id"),
-    ).exclude(status__in=targets.ENDED)
+    ).filter(status__in=targets.UNFINISHED)
     index = Cast(KeyTextTransform("replica_index", "operation__payload"), IntegerField())
     its_own = about.annotate(index=index).filter(Q(index=None) | Q(index=OuterRef("replica_index")))
     return Q(~Exists(its_own))

@@ -29,7 +29,7 @@ import psycopg
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError, close_old_connections, connection
 
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import cancellation, clock, errors
 from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.kit.periodic_task import PeriodicTask
@@ -213,7 +213,7 @@ class Executor(Generic[C]):
         self._claims.stop()
         self._renewals.stop()
         async with self._claiming:  # a running claim commits first, so that it is released too
-            await asyncio.gather(*self._cancel_attempts(list(self._tasks)), return_exceptions=True)
+            await cancellation.cancel_and_wait(*self._cancel_attempts(list(self._tasks)))
             self._queue.close()
             try:
                 await in_thread(self._queue.release, self._owner, now=clock.now())

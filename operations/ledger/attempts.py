@@ -69,7 +69,7 @@ def end_targets(operation_id: UUID, outcomes: Mapping[UUID, tuple[TargetStatus, 
     later.
     """
     rows = OperationTarget.objects.filter(operation_id=operation_id, node_id__in=outcomes)
-    ending = list(rows.exclude(status__in=targets.ENDED))
+    ending = list(rows.filter(status__in=targets.UNFINISHED))
     for target in ending:
         target.status, error = outcomes[target.node_id]
         target.error, target.phase, target.percentage = storable(error), "", targets.target_progress(target)
@@ -123,7 +123,7 @@ def finish(
         operation.progress = 100 if ok else operation.progress
         operation.result = dict(result or {})
         operation.save()
-        unfinished = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+        unfinished = OperationTarget.objects.filter(operation=operation).filter(status__in=targets.UNFINISHED)
         if ok:
             unfinished.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
         else:

@@ -1,6 +1,7 @@
 """The executor against a real PostgreSQL: the four ends of an attempt, lost leases, clean stop."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -228,6 +229,23 @@ async def test_a_stopped_executor_hands_back_at_once() -> None:
 
     operation = await admit()
     async with executor(handler, lease=600):
+        await asyncio.wait_for(started.wait(), 60)
+    handed_back = await row(operation)
+    assert (handed_back.status, handed_back.lease_until) == (Status.PENDING, None)
+
+
+async def test_a_library_that_swallows_a_cancellation_does_not_keep_a_controller_from_stopping() -> None:
+    """As `asyncio.wait_for` of Python 3.11 does; the leases would run out only when the process is killed."""
+    started = asyncio.Event()
+
+    async def handler(work: Work) -> None:
+        started.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    operation = await admit()
+    async with asyncio.timeout(120), executor(handler, lease=600):
         await asyncio.wait_for(started.wait(), 60)
     handed_back = await row(operation)
     assert (handed_back.status, handed_back.lease_until) == (Status.PENDING, None)

@@ -4,11 +4,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from django_q.models import OrmQ, Schedule
+from django_q.models import Failure, OrmQ, Schedule, Success
 
 from localai_cluster.kit import clock, periodic
 from localai_cluster.kit.periodic import RecurringTask
-from nodes.reconcilers.tasks import SCHEDULES
+from nodes.reconcilers.tasks import SCHEDULES, prune_timeline
 from operations.reconcilers.tasks import SCHEDULES as LEDGER_SCHEDULES
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -70,3 +70,22 @@ def test_the_liveness_pass_comes_every_five_seconds() -> None:
     """D-LIVENESS-OFTEN."""
     (liveness,) = [one for one in SCHEDULES if one.function.endswith(".tasks.liveness")]
     assert liveness.cron == "* * * * * */5"
+
+
+def _plant_run(number: int, *, age: timedelta, success: bool = False) -> None:
+    at, model = clock.now() - age, Success if success else Failure
+    model.objects.create(id=f"run{number}", name="n", func="f", started=at, stopped=at, success=success)
+
+
+def test_failed_runs_are_not_stored_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that fails every five seconds adds 17,000 rows a day; django-q2 deletes only successful ones."""
+    monkeypatch.setattr(periodic, "MAX_FAILURES", 3)
+    for number in range(5):
+        _plant_run(number, age=timedelta(minutes=number))
+    _plant_run(10, age=timedelta(days=400), success=True)
+    prune_timeline()
+    assert set(Failure.objects.values_list("id", flat=True)) == {"run0", "run1", "run2"}
+    Failure.objects.filter(id="run2").update(stopped=clock.now() - timedelta(days=400))
+    prune_timeline()
+    assert set(Failure.objects.values_list("id", flat=True)) == {"run0", "run1"}
+    assert Success.objects.count() == 1

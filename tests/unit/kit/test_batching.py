@@ -81,3 +81,23 @@ async def test_a_caller_gets_an_error_when_the_batches_are_cancelled_before_they
     batches.cancel()
     with pytest.raises(errors.Unavailable):
         await asyncio.wait_for(call, 10)
+
+
+async def test_every_caller_gets_an_error_when_items_are_passed_alone_and_the_batches_are_cancelled() -> None:
+    """Those whose turn has not come wait for nothing any more, like the one whose call was cancelled."""
+    alone, gate = asyncio.Event(), asyncio.Event()
+
+    async def write(batch: Sequence[int]) -> Sequence[int]:
+        if len(batch) > 1:
+            raise DataError("one of them")
+        alone.set()
+        await gate.wait()
+        return batch
+
+    batcher = CallBatcher(write, one_by_one=(DataError,))
+    calls = [asyncio.create_task(batcher.put(number)) for number in (1, 2, 3)]
+    await alone.wait()
+    (batches,) = (task for task in asyncio.all_tasks() if task.get_name() == "batches")
+    batches.cancel()
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+    assert [type(outcome) for outcome in outcomes] == [errors.Unavailable] * 3
