@@ -80,11 +80,13 @@ def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) 
     return answer
 
 
-def _refuse_impossible_filters(view: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a view that raises BadRequest for a filter that the database cannot compute, or not in time."""
+def _refuse_impossible_addresses(view: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a view that raises BadRequest for an id or filter that the database cannot use in time."""
 
     @wraps(view)
     def checked(request: HttpRequest, *args: Any, **named: Any) -> Any:
+        if "\0" in request.path:
+            raise BadRequest("no id contains NUL")
         if any("regex" in name for name in request.GET):
             raise BadRequest("no list is filtered by a regular expression")
         try:
@@ -110,8 +112,8 @@ class Site(AdminSite):
         self.add_action(_delete_selected, "delete_selected")
 
     def admin_view(self, view: Any, cacheable: bool = False) -> Any:
-        """Return the view for staff only; an impossible filter in the address gets 400."""
-        return super().admin_view(_refuse_impossible_filters(view), cacheable)
+        """Return the view for staff only; an impossible id or filter in the address gets 400."""
+        return super().admin_view(_refuse_impossible_addresses(view), cacheable)
 
     def get_urls(self) -> list[Any]:
         """Return Django's URLs without `view_on_site`.
