@@ -27,8 +27,6 @@ FETCH_TIMEOUT = 120.0
 MAX_INDEX_BYTES = 16 * 1024 * 1024
 MAX_ENTRIES, MAX_TEXTS_PER_FIELD, MAX_TEXT_LENGTH = 10_000, 100, 16 * 1024
 """Limits per index, per field and per text: YAML aliases can multiply data."""
-_MAX_NUMBER_BITS = 1024
-"""Maximum bits of a whole number that is converted to text, such as a version."""
 
 SMALL_VRAM_BYTES = 4 * 2**30
 """Bytes of GPU memory up to which a machine gets the builds for machines without a GPU."""
@@ -382,8 +380,8 @@ def text_of(value: Any) -> str:
     """Return a text or number as text without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""
-    if isinstance(value, int) and value.bit_length() > _MAX_NUMBER_BITS:
-        return ""  # Python refuses to format a number of more than a few thousand digits
+    if isinstance(value, int) and not untrusted.can_format(value):
+        return ""
     return str(value)[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
 
 

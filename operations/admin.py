@@ -8,7 +8,7 @@ from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django_q.admin import ScheduleAdmin
+from django_q.admin import ScheduleAdmin, resubmit_task
 from django_q.models import Schedule
 
 from localai_cluster.accounts import audit
@@ -19,17 +19,29 @@ from operations.models import ControllerBeat, Operation, OperationTarget, Sequen
 
 # Otherwise the library uses the method's name as the column's title.
 setattr(ScheduleAdmin.get_last_run, "short_description", "last run")  # noqa: B010 - as Django reads it
+setattr(resubmit_task, "allowed_permissions", ("change",))  # noqa: B010 - as Django reads it
 admin.site.unregister(Schedule)
 
 
 @admin.register(Schedule)
 class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
-    """Admin of schedules. The library represents a paused schedule as "0 repeats"."""
+    """Admin of schedules. The library represents a paused schedule as "0 repeats".
+
+    Only their times can be edited: whoever may choose the function or its arguments runs any code on the
+    server.
+    """
+
+    fields = ("name", "func", "cron", "next_run")
+    readonly_fields = ("name", "func")
 
     list_display: Any = ("name", "cron", "running", "next_run", "get_last_run", "get_success")
     list_display_links: Any = ("name",)
     list_filter: ClassVar[Any] = ("next_run",)
     actions = ("pause", "resume")
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Return False: only the code declares schedules."""
+        return False
 
     @admin.display(boolean=True, description="running")
     def running(self, row: Schedule) -> bool:

@@ -5,6 +5,7 @@ product's. The index starts with the tables that administrators use; tables for 
 heading. The module is outside of `nodes.admin`, whose modules register with the site at their import.
 """
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 from urllib.parse import urlencode
@@ -13,7 +14,8 @@ from django.conf import settings
 from django.contrib.admin import AdminSite
 from django.contrib.admin.actions import delete_selected
 from django.contrib.auth import REDIRECT_FIELD_NAME
-from django.db import transaction
+from django.core.exceptions import BadRequest
+from django.db import DataError, transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
@@ -78,6 +80,25 @@ def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) 
     return answer
 
 
+def _refuse_impossible_addresses(view: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a view that raises BadRequest for an id or filter that the database cannot use in time."""
+
+    @wraps(view)
+    def checked(request: HttpRequest, *args: Any, **named: Any) -> Any:
+        if "\0" in request.path:
+            raise BadRequest("no id contains NUL")
+        if any("regex" in name for name in request.GET):
+            raise BadRequest("no list is filtered by a regular expression")
+        try:
+            return view(request, *args, **named)
+        except (DataError, OverflowError, ValueError) as error:
+            if request.method == "GET" and request.GET:
+                raise BadRequest("a filter has an impossible value") from error
+            raise
+
+    return checked
+
+
 class Site(AdminSite):
     """Admin site for staff. A user with a generated password must change it first."""
 
@@ -89,6 +110,10 @@ class Site(AdminSite):
         super().__init__(name)
         self.disable_action("delete_selected")
         self.add_action(_delete_selected, "delete_selected")
+
+    def admin_view(self, view: Any, cacheable: bool = False) -> Any:
+        """Return the view for staff only; an impossible id or filter in the address gets 400."""
+        return super().admin_view(_refuse_impossible_addresses(view), cacheable)
 
     def get_urls(self) -> list[Any]:
         """Return Django's URLs without `view_on_site`.

@@ -49,8 +49,9 @@ _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _TEMPORARY_STATUSES = (408, 425, 429)
 _REDIRECTED_HEADERS = ("accept", "range", "if-range", "if-none-match")
 """Headers of the caller that are kept in a redirect to another origin."""
-_CONTENT_RANGE_PATTERN = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)")
-_NUMBER_PATTERN = re.compile(r"\d{1,18}")
+_CONTENT_RANGE_PATTERN = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15}|\*)")
+_NUMBER_PATTERN = re.compile(r"\d{1,15}")
+"""Bytes of a file. The sum of many such numbers is still one of 64 bits."""
 
 # Both log addresses or headers, and the query of a signed address is a credential.
 for _logger in ("httpx", "httpcore"):
@@ -237,7 +238,10 @@ class Outbound:
                 sent["Authorization"] = authorization
             async with asyncio.timeout(HEADERS_TIMEOUT):
                 request = client.build_request(method, url, headers=sent)
-                response = await client.send(request, stream=True)
+                try:
+                    response = await client.send(request, stream=True)
+                except UnicodeError:  # httpx prepares the next request, also if it is not to follow
+                    raise SourceError(f"{_host_and_path(url)} redirects to a malformed address") from None
             if response.status_code not in _REDIRECT_STATUSES:
                 break
             await response.aclose()
@@ -407,6 +411,7 @@ def parse_url(text: str) -> httpx.URL:
     """Return the URL of a file. Raise InvalidInput for no URL, AddressRefused for a forbidden one."""
     try:
         url = httpx.URL(text if len(text) <= MAX_URL_LENGTH else "")
+        _ = url.host  # ValueError for a label `xn--…` that encodes no name; httpx decodes it later
     except (httpx.InvalidURL, ValueError):
         raise InvalidInput("is no URL", field="url") from None
     if url.scheme not in ("http", "https") or not url.raw_host or url.port == 0:

@@ -272,9 +272,28 @@ class BoundedLoader(*_LOADER_BASES):  # type: ignore[misc]
 
 
 class PlainLoader(BoundedLoader):
-    """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
+    """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes.
+
+    Its whole numbers can be written again.
+    """
 
     accepts_aliases = False
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Convert one YAML node. Raise YAMLError also for a whole number that Python refuses to format."""
+        value = super().construct_object(node, deep)
+        if isinstance(value, int) and not can_format(value):
+            raise yaml.constructor.ConstructorError(None, None, "a number is too long", node.start_mark)
+        return value
+
+
+MAX_NUMBER_BITS = 1024
+"""Maximum bits of a whole number that is converted to text, such as a version."""
+
+
+def can_format(number: int) -> bool:
+    """Return True for a whole number of at most `MAX_NUMBER_BITS`: Python formats no much longer one."""
+    return number.bit_length() <= MAX_NUMBER_BITS
 
 
 def _merged_mappings(node: Any) -> list[Any]:

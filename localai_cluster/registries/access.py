@@ -81,8 +81,11 @@ class Access:
         named = [setting.realm] if setting and setting.realm else []
         if host == DOCKER_HUB:
             named.append(_DOCKER_HUB_TOKEN_URL)
-        parts = urlsplit(realm)
         own = urlsplit(self.base_url(host)).netloc
+        try:
+            parts = urlsplit(realm)
+        except ValueError:
+            return False
         return realm in named or (parts.scheme == "https" and parts.netloc.lower() == own)
 
     def credential(self, host: str) -> Credential | None:

@@ -28,7 +28,7 @@ BODY_TIMEOUT = 60.0
 """Maximum seconds for the body of a manifest or a token."""
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 MAX_TOKEN_BYTES = 256 * 1024
-MAX_LAYERS = 512
+MAX_LAYERS, MAX_LAYER_BYTES = 512, 2**48
 MAX_BUILDS_PER_IMAGE = 50
 _MAX_REDIRECTS = 5
 _DEFAULT_TOKEN_SECONDS, _MAX_TOKEN_SECONDS = 60.0, 3600.0
@@ -127,8 +127,8 @@ class Registries:
         if len(manifest.layers) > MAX_LAYERS:
             raise RegistryError(f"{reference} has more than {MAX_LAYERS} layers")
         for layer in manifest.layers:
-            if not _DIGEST_PATTERN.fullmatch(layer.digest) or layer.size < 0:
-                raise RegistryError(f"{reference} has a layer without a sha256 digest or a size")
+            if not _DIGEST_PATTERN.fullmatch(layer.digest) or not 0 <= layer.size <= MAX_LAYER_BYTES:
+                raise RegistryError(f"{reference} has a layer without a sha256 digest or a possible size")
         return Image(digest, tuple(manifest.layers))
 
     async def digests(self, reference: ImageReference) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from localai_cluster.kit import cancellation
 from localai_cluster.metrics import registries
@@ -118,7 +118,7 @@ class WorkerApplication:
         if not _is_authorized(scope, [self.token()]):
             return 401, "unauthorized"
         origin = header(scope, b"origin")
-        if origin and urlsplit(origin).netloc.lower() != header(scope, b"host").lower():
+        if origin and origin.lower().partition("://")[2] != header(scope, b"host").lower():
             return 403, "origin not allowed"
         if len(self._readers) >= MAX_LOG_FOLLOWERS:
             return 503, f"{MAX_LOG_FOLLOWERS} readers follow logs of this worker already"

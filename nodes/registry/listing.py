@@ -8,7 +8,7 @@ pages, `Link` has the addresses of the neighbouring pages (RFC 8288).
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from urllib.parse import quote
 
 from django.db.models import F, Func, Q, TextField
@@ -106,7 +106,7 @@ class Parameters:
             at = None
         if at is None or at.tzinfo is None or not 1970 < at.year < 9000:
             raise _invalid(name, "must be a time such as 2026-01-31T12:00:00Z")
-        return at
+        return at.astimezone(UTC)  # PostgreSQL knows no offset of 16 hours or more
 
 
 def _invalid(name: str, complaint: str) -> errors.InvalidInput:

@@ -142,14 +142,14 @@ def files_of_definition(settings: Mapping[str, Any]) -> tuple[SourceFile, ...]:
 
 def _source_file(file: ModelFile, index: str) -> SourceFile:
     """Return a file with an address that can be opened; resolve a relative address against the index."""
-    settings = conf.cluster()
-    uri = gallery_index.resolve_source(file.uri, index, settings.github_url)
+    settings, shown = conf.cluster(), names.to_single_line(file.name[:100])
     try:
+        uri = gallery_index.resolve_source(file.uri, index, settings.github_url)
         found = references.recognise(uri, mirror=settings.hugging_face_url)
     except InvalidInput as error:
-        raise InvalidInput(
-            f"the file {names.to_single_line(file.name[:100])!r}: {error.message}", field="text"
-        ) from None
+        raise InvalidInput(f"the file {shown!r}: {error.message}", field="text") from None
+    except ValueError:
+        raise InvalidInput(f"the file {shown!r} has a malformed address", field="text") from None
     return SourceFile(file.name, _resolve_address(found, file), sha256=file.sha256)
 
 

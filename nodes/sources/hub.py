@@ -18,6 +18,7 @@ import msgspec
 from localai_cluster.kit import names, untrusted
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.outbound import Outbound, SourceError, SourceMissing, SourceRefused
+from nodes.sources import plans
 from nodes.sources.opening import HUB
 from nodes.sources.plans import SourceFile
 from nodes.sources.references import HubRef
@@ -208,7 +209,7 @@ def _convert_file(sibling: _Sibling) -> RepositoryFile:
     """Return a file with the size of its content, not of its LFS pointer."""
     size = sibling.lfs.size if sibling.lfs is not None else sibling.size or 0
     sha256 = sibling.lfs.sha256.lower() if sibling.lfs is not None else ""
-    return RepositoryFile(sibling.rfilename, max(size, 0), sha256)
+    return RepositoryFile(sibling.rfilename, size if 0 <= size < plans.MAX_BYTES else 0, sha256)
 
 
 def _is_commit(text: str) -> bool:

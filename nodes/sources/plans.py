@@ -19,7 +19,8 @@ MAX_FILES = 2000
 """Maximum files of one import."""
 MAX_PATH_LENGTH, MAX_PART_LENGTH, MAX_PARTS = 512, 180, 12
 """Bytes of a path and of one of its parts, and parts; a partial file's name needs the rest of 255 bytes."""
-MAX_URL_LENGTH, MAX_BYTES = 4096, 2**60
+MAX_URL_LENGTH, MAX_BYTES = 4096, 2**48
+"""Characters of an address; bytes of a file. The sum over `MAX_FILES` is still a number of 64 bits."""
 SHARE_PREFIX = "share://"
 """Prefix of the address of a file on a share; such a file is used in place and not fetched."""
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")

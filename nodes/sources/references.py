@@ -209,7 +209,7 @@ def _parse_url(url: str, mirror: str) -> Reference:
             "has a user name or password in the address: set a credential of the server instead"
         )
     if mirror and url.startswith(f"{mirror}/"):
-        return _parse_hub_path(urlsplit(url.removeprefix(f"{mirror}/")).path)
+        return _parse_hub_path(parts.path.removeprefix(urlsplit(mirror).path))
     if host in HUB_HOSTS:
         return _parse_hub_path(parts.path.strip("/"))
     if host in ("ollama.com", "www.ollama.com", "ollama.ai"):

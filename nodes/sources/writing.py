@@ -84,7 +84,10 @@ def _base(name: str, backend: str, model: str) -> dict[str, Any]:
 
 def text_of(settings: Mapping[str, Any]) -> str:
     """Return settings as YAML without aliases; raise InvalidInput for too many, deep or long values."""
-    text = yaml.safe_dump(_Copier().copy(settings), sort_keys=False, allow_unicode=True, width=110)
+    try:
+        text = yaml.safe_dump(_Copier().copy(settings), sort_keys=False, allow_unicode=True, width=110)
+    except ValueError:  # Python formats no whole number of thousands of digits
+        raise InvalidInput("the definition has a number that is too long", field="text") from None
     if len(text.encode()) > MAX_FILE_BYTES:
         raise InvalidInput(f"the definition is longer than {MAX_FILE_BYTES} bytes", field="text")
     return text

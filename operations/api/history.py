@@ -10,7 +10,7 @@ import base64
 import csv
 import io
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -208,8 +208,9 @@ def _parse_cursor(cursor: str) -> Position | None:
         finished_at = datetime.fromisoformat(at)
         if finished_at.tzinfo is None:
             raise ValueError("a time without a zone")
-        return finished_at, UUID(id)
-    except ValueError:
+        # In UTC: PostgreSQL knows no offset of 16 hours or more.
+        return finished_at.astimezone(UTC), UUID(id)
+    except (ValueError, OverflowError):
         raise errors.InvalidInput("cursor: not one that this list has given", field="cursor") from None
 
 

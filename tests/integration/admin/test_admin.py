@@ -96,6 +96,40 @@ def test_filters_and_search(root: Client, query: str, expected: list[str]) -> No
     assert [node.name for node in rows(page)] == expected
 
 
+def test_no_filter_guesses_a_column_that_no_page_shows(root: Client) -> None:
+    """The token of a node's engines was found digit by digit, and texts of people could be searched."""
+    api.make_node("n")
+    BackendNode.objects.update(engine_token="ab" * 32)
+    for path in (
+        f"{pages.LIST}?engine_token__startswith=a",
+        "/admin/nodes/jointoken/?token_hash__startswith=a",
+        "/admin/accounts/apikey/?key_hash__startswith=a",
+        "/admin/nodes/storedresponse/?input__startswith=a",
+        f"{CONFLICTS}?node__engine_token__startswith=a",
+    ):
+        assert root.get(path).status_code == 400, path
+    for path in (f"{EVENTS}?node_id={uuid4()}", f"{CONFLICTS}?node_id={uuid4()}"):
+        assert root.get(path).status_code == 200, path
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{EVENTS}?kind__regex=(",
+        f"{EVENTS}?at__year=999999999999",
+        f"{EVENTS}?at__gte=x",
+        "/admin/auth/user/?username__iregex=(",
+        "/admin/auth/user/?date_joined__year=0",
+        "/admin/accounts/apikey/?revoked_at__year=0",
+        "/admin/django_q/failure/%00/change/",
+        "/admin/django_q/success/%00/delete/",
+    ],
+)
+def test_an_impossible_id_or_filter_is_no_crash(root: Client, path: str) -> None:
+    """A regular expression could also keep the database busy."""
+    assert root.get(path).status_code in (302, 400)
+
+
 @pytest.mark.parametrize("query", ["status=%00", "gpu_vendor=%00", "node_type__exact=%00", "x=%00", "q=%00"])
 def test_a_filter_that_no_page_makes_is_no_crash(root: Client, query: str) -> None:
     assert root.get(f"{pages.LIST}?{query}").status_code in (200, 302, 400)

@@ -1,5 +1,6 @@
 """The record of operations by REST: filters, pages, export (`contract/http-api.md` §3.6)."""
 
+import base64
 import csv
 import io
 import json
@@ -123,6 +124,14 @@ def test_filters_narrow_the_record_and_its_export_in_the_same_way(path: str) -> 
 def test_a_parameter_that_cannot_be_is_named(path: str, name: str, value: str) -> None:
     answer = api.admin().get(f"{path}?{urlencode({name: value})}")
     assert (answer.status_code, answer.json()["field"]) == (400, name)
+
+
+@pytest.mark.parametrize("at", ["2026-01-01T00:00:00+23:59", "0001-01-01T00:00:00+14:00"])
+@pytest.mark.parametrize("path", [RECORD, "/api/operations/inbox"])
+def test_a_cursor_with_an_unusual_time_is_no_crash(path: str, at: str) -> None:
+    """PostgreSQL refuses offsets of 16 hours or more: it was a 500."""
+    cursor = base64.urlsafe_b64encode(f"{at} {uuid4()}".encode()).decode()
+    assert api.admin().get(f"{path}?{urlencode({'cursor': cursor})}").status_code in (200, 400)
 
 
 @pytest.mark.rule("http-3.6")

@@ -164,6 +164,25 @@ def test_an_artifact_whose_layers_are_files(source: Source) -> None:
     assert (found["kind"], found["variants"][0]["id"]) == ("oci", "Q4_0")
 
 
+def test_impossible_sizes_of_a_source_are_refused_or_unknown(source: Source) -> None:
+    """A number of more than 64 bits cannot be sent to the page: it was a 500."""
+    kind = "application/vnd.cncf.model.weight.v1.raw"
+    hub.add_image(source, "group/model", "v1", {kind: hub.gguf()}, annotations={kind: "model-Q4_0.gguf"})
+    manifest = "/v2/group/model/manifests/v1"
+    document = json.loads(source.files[manifest])  # type: ignore[arg-type]
+    document["layers"][0]["size"] = 10**30
+    source.files[manifest] = json.dumps(document).encode()
+    assert "a possible size" in inspect(f"oci://{source.host}/group/model:v1", 502)["error"]
+    repository(source)
+    listing = f"{hub.HUB}/api/models/{REPO}/revision/main"
+    document = json.loads(source.files[listing])  # type: ignore[arg-type]
+    for sibling in document["siblings"]:
+        sibling["size"] = 10**30
+        sibling.pop("lfs", None)
+    source.files[listing] = json.dumps(document).encode()
+    assert {variant["size"] for variant in inspect(REPO)["variants"]} == {0}
+
+
 def test_an_address_of_a_file(source: Source) -> None:
     source.files["/files/tiny-Q4_0.gguf"] = hub.gguf()
     found = inspect(source.url("/files/tiny-Q4_0.gguf"))
@@ -253,6 +272,7 @@ def test_a_pasted_definition_is_pinned_too(source: Source) -> None:
 @pytest.mark.parametrize(
     ("uris", "status", "reason"),
     [
+        (["http://[::1"], 400, "the file '0.gguf' has a malformed address"),
         (["hf://org/a/none.gguf"], 404, "hf://org/a@main/none.gguf does not exist"),
         (["hf://org/b/x.gguf"], 404, "there is no repository org/b"),
         ([f"hf://org/r{number}/x.gguf" for number in range(17)], 400, "17 repositories; at most 16"),

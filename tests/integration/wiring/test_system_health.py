@@ -159,6 +159,33 @@ def test_who_may_only_see_schedules_cannot_pause_them() -> None:
     assert Schedule.objects.get().repeats == -1
 
 
+def test_no_schedule_of_the_admin_runs_code_of_its_own(root: Client) -> None:
+    """A superuser's browser could run any function on the server, such as `os.system`."""
+    periodic.ensure_schedules([PASS])
+    row = Schedule.objects.get()
+    root.handler.enforce_csrf_checks = False
+    body = {"name": "x", "func": "os.system", "args": "'id'", "kwargs": "{'a': 1}", "hook": "os.system"}
+    body |= {"schedule_type": "O", "repeats": "-1", "next_run_0": "2026-11-30", "next_run_1": "12:00:00"}
+    assert root.post("/admin/django_q/schedule/add/", body).status_code == 403
+    edited = root.post(f"/admin/django_q/schedule/{row.pk}/change/", body | {"cron": "1 * * * * *"})
+    assert edited.status_code == 302
+    (row,) = Schedule.objects.all()
+    assert (row.name, row.func, row.cron) == (PASS.name, PASS.function, "1 * * * * *")
+    assert (row.args, row.kwargs, row.hook, row.schedule_type) == (None, None, None, Schedule.CRON)
+
+
+def test_who_may_only_see_failed_tasks_cannot_run_them_again() -> None:
+    viewer = pages.staff("ann", "view_failure")
+    times = {"started": clock.now(), "stopped": clock.now()}
+    task = Task.objects.create(id="f", name="f", func="builtins.len", success=False, **times)
+    page = viewer.get("/admin/django_q/failure/")
+    assert page.status_code == 200
+    assert "Resubmit" not in page.content.decode()
+    viewer.handler.enforce_csrf_checks = False
+    viewer.post("/admin/django_q/failure/", {"action": "resubmit_task", "_selected_action": task.pk})
+    assert (OrmQ.objects.count(), Task.objects.count()) == (0, 1)
+
+
 FULL = disk.DiskUsage("/var/lib/cluster", "/var", 0, 100)
 
 

@@ -123,6 +123,14 @@ def test_hostile_texts_are_refused_quickly(text: str) -> None:
     assert time.process_time() - begin < 20
 
 
+@pytest.mark.parametrize("setting", ["x: {}", "? {}\n: 1", "x: [{{a: {}}}]", "x: !!set {{{}}}"])
+def test_a_number_that_cannot_be_written_again_is_refused_with_its_line(setting: str) -> None:
+    """The routes that show or copy the definition would fail with 500."""
+    (found,) = check_text(BASE + setting.format("0x" + "f" * 6000) + "\n", "s").errors
+    assert "a number is too long" in found.message
+    assert found.line == BASE.count("\n") + 1
+
+
 @pytest.mark.parametrize("scalar", HOSTILE_SCALARS)
 @pytest.mark.parametrize("key", ["threads", "name", "options", "x", "template"])
 def test_a_hostile_value_is_an_error_or_none(scalar: str, key: str) -> None:

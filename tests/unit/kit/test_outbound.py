@@ -100,7 +100,7 @@ def test_what_is_one(number: str) -> None:
 @pytest.mark.parametrize(
     "host",
     ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "127.1", "0x7f.1", "2130706433", "0177.0.0.1",
-     "169.254.169.254", "metadata.google.internal", "a_b..c"],
+     "169.254.169.254", "metadata.google.internal", "a_b..c", "xn--a"],
 )  # fmt: skip
 async def test_no_private_host_is_dialled(source: Source, host: str, dialled: list[Any]) -> None:
     port = source.host.rpartition(":")[2]
@@ -195,6 +195,7 @@ async def test_each_redirect_is_checked(source: Source) -> None:
         ("file:///etc/passwd", "only http"),
         ("http://user:word@127.0.0.1/", "user name or password"),
         ("http://[::1", "malformed address|Invalid URL in location header"),
+        ("http://xn--a/", "malformed address"),
         ("", "more than 5 redirects"),
     ],
 )

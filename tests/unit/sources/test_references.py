@@ -99,6 +99,7 @@ def test_what_people_copy_is_recognised(text: str, meant: Reference) -> None:
         ("https://user:secret@example.com/x.gguf", "user name or password"),
         ("https:///x.gguf", "without a host"),
         ("https://[::1/x.gguf", "malformed"),
+        (f"{MIRROR}///[", "not a repository"),
         ("ftp://example.com/x.gguf", "scheme"),
         ("javascript://x", "scheme"),
         ("s3://b/x", "not an object"),

@@ -56,6 +56,13 @@ def test_values_that_share_objects_are_written_in_full_or_refused() -> None:
         writing.text_of({"a": bomb})
 
 
+@pytest.mark.parametrize("value", [2**20_000, {2**20_000: 1}, [{2**20_000}]], ids=["value", "key", "set"])
+def test_a_number_that_cannot_be_written_is_refused(value: Any) -> None:
+    """A document of a gallery may have one."""
+    with pytest.raises(InvalidInput, match="a number that is too long"):
+        writing.text_of({"x": value})
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

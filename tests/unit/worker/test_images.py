@@ -333,7 +333,9 @@ async def test_credentials_go_to_the_registry_and_its_named_token_service_only(
     assert PASSWORD not in repr(named(setup.registry)) + repr(RegistrySetting("h", "u", PASSWORD))
 
 
-@pytest.mark.parametrize("realm", ["https://elsewhere.test/token", "http://elsewhere.test/token", ""])
+@pytest.mark.parametrize(
+    "realm", ["https://elsewhere.test/token", "http://elsewhere.test/token", "https://[", ""]
+)
 async def test_a_token_service_elsewhere_gets_no_credential(setup: Setup, realm: str) -> None:
     """Not even on the same host without HTTPS; the message names the setting."""
     setup.registry.with_tokens = True
