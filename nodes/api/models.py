@@ -319,10 +319,7 @@ class NodeModelUnloadView(NodeView):
     """`/api/nodes/:id/models/unload`."""
 
     @describe_waiting_command(
-        "nodes_models_unload",
-        "Unload a model from a node",
-        UnloadReplicaSerializer,
-        NODE_UNLOAD_MESSAGES,
+        "nodes_models_unload", "Unload a model from a node", UnloadReplicaSerializer, NODE_UNLOAD_MESSAGES
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the model's engines on the node, or one of them.
@@ -358,10 +355,7 @@ class ModelUnloadView(NodeView):
     """`/api/nodes/models/unload`."""
 
     @describe_waiting_command(
-        "models_unload",
-        "Unload a model from all nodes",
-        UnloadModelSerializer,
-        UNLOAD_MESSAGES,
+        "models_unload", "Unload a model from all nodes", UnloadModelSerializer, UNLOAD_MESSAGES
     )
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11). The operation has a part for each node with an engine."""
@@ -372,10 +366,7 @@ class ModelDeleteView(NodeView):
     """`/api/nodes/models/delete`."""
 
     @describe_waiting_command(
-        "models_delete",
-        "Delete a model's files from all nodes",
-        DeleteModelSerializer,
-        DELETE_MESSAGES,
+        "models_delete", "Delete a model's files from all nodes", DeleteModelSerializer, DELETE_MESSAGES
     )
     def post(self, request: Request) -> Response:
         """Unloads the model and deletes its files on every approved node (R6.13); its definition stays."""
