@@ -171,13 +171,13 @@ class Shape(Named):
 
     @property
     def example(self) -> Any:
-        """The object with the examples of its fields; UNSET if no field has an example of its own."""
-        if all(entry.example is UNSET for entry in self.fields.values()):
-            return UNSET
+        """The object with the examples of its fields; UNSET if one that is always there has none."""
         values = {
             name: example_of(entry.schema) if entry.example is UNSET else entry.example
             for name, entry in self.fields.items()
         }
+        if any(values[name] is UNSET for name, entry in self.fields.items() if not entry.optional):
+            return UNSET
         return {name: value for name, value in values.items() if value is not UNSET}
 
     def _schema(self, meaning: str, required: Sequence[str]) -> Schema:
