@@ -5,10 +5,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import connection
@@ -231,28 +229,17 @@ class MonitorView(APIView):
         return Response(MONITOR_SHAPE.of(state=first["state"], memory=first["memory"], replicas=statuses))
 
 
-@dataclass(frozen=True)
-class _Engine:
-    node_id: UUID
-    node_name: str
-    replica_index: int
-    in_flight: int
-    address: str
-    token: str
+def _find_engines(model: str) -> list[NodeModel]:
+    replicas = NodeModel.objects.of(model).loaded().select_related("node")
+    return list(replicas.order_by("node__name", "replica_index")[:MAX_REPLICAS])
 
 
-def _find_engines(model: str) -> list[_Engine]:
-    rows = NodeModel.objects.of(model).loaded().order_by("node__name", "replica_index")
-    columns = ("node_id", "node__name", "replica_index", "in_flight", "address", "node__engine_token")
-    return [_Engine(*row) for row in rows.values_list(*columns)[:MAX_REPLICAS]]
-
-
-async def _read_statuses(engines: Sequence[_Engine]) -> list[dict[str, Any]]:
+async def _read_statuses(engines: Sequence[NodeModel]) -> list[dict[str, Any]]:
     return list(await asyncio.gather(*(_read_status(engine) for engine in engines)))
 
 
-async def _read_status(engine: _Engine) -> dict[str, Any]:
-    client = BackendClient(engine.address, engine.token)
+async def _read_status(engine: NodeModel) -> dict[str, Any]:
+    client = BackendClient(engine.address, engine.node.engine_token)
     state, memory, problem = None, None, ""
     try:
         status = await client.status(STATUS_TIMEOUT)
@@ -263,7 +250,12 @@ async def _read_status(engine: _Engine) -> dict[str, Any]:
     finally:
         await client.close()
     return ENGINE_STATUS_SHAPE.of_object(
-        engine, node_id=str(engine.node_id), state=state, memory=memory, error=problem
+        engine,
+        node_id=str(engine.node_id),
+        node_name=engine.node.name,
+        state=state,
+        memory=memory,
+        error=problem,
     )
 
 

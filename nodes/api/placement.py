@@ -40,11 +40,7 @@ class ExplainView(SchedulingRoute):
     """`/api/models/:model/explain`."""
 
     @describe(
-        "models_explain",
-        "Explain where a model runs",
-        EXPLAINED,
-        refused=(404, 503),
-        parameters=[MODEL_PATH],
+        "models_explain", "Explain where a model runs", EXPLAINED, refused=(404, 503), parameters=[MODEL_PATH]
     )
     def get(self, request: Request, model: str) -> Response:
         """Returns the model's replicas, its latest decisions, and what the next request would find.

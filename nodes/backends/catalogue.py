@@ -47,14 +47,6 @@ RENEW_AFTER = timedelta(seconds=60)
 """Age after which `read_at` of an unchanged gallery copy is updated."""
 
 
-@dataclass(frozen=True)
-class CopiedIndex:
-    """The entries of a stored copy of a gallery index, and the time when the gallery was read."""
-
-    entries: Sequence[gallery_index.GalleryEntry]
-    read_at: datetime
-
-
 def store_copy(gallery: Gallery, text: bytes, *, now: datetime) -> None:
     """Store an index that was read successfully; at most one query and one write."""
     if not _has_copy(gallery):
@@ -72,13 +64,13 @@ def store_copy(gallery: Gallery, text: bytes, *, now: datetime) -> None:
     )
 
 
-def last_good_copy(gallery: Gallery) -> CopiedIndex | None:
-    """Return the last good copy of a gallery; None if there is none."""
+def last_good_copy(gallery: Gallery) -> tuple[Sequence[GalleryEntry], datetime] | None:
+    """Return the entries of the last good copy of a gallery, and when it was read; None without a copy."""
     row = GalleryCopy.objects.filter(pk=_key(gallery)).first() if _has_copy(gallery) else None
     if row is None:
         return None
     try:
-        return CopiedIndex(gallery_index.parse(zlib.decompress(row.text), gallery), row.read_at)
+        return gallery_index.parse(zlib.decompress(row.text), gallery), row.read_at
     except (zlib.error, gallery_index.GalleryUnreadable):
         return None  # written by a version with other limits
 
@@ -284,8 +276,8 @@ def combine(readings: Sequence[GalleryReading], *, now: datetime) -> Offer:
         problems[name] = index
         copy = last_good_copy(gallery)
         if copy is not None:
-            builds += copy.entries
-            copied_at[name] = copy.read_at
+            entries, copied_at[name] = copy
+            builds += entries
     return Offer(builds, problems, copied_at)
 
 
