@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 from drf_spectacular.utils import OpenApiExample, OpenApiResponse
+from msgspec import UNSET
 from rest_framework import serializers
 
 from localai_cluster.web import wire
-from localai_cluster.web.shapes import Named
+from localai_cluster.web.shapes import Named, example_of
 
 Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
@@ -50,12 +51,16 @@ def describe(
     """Describe a view's method for the API document.
 
     `answer` is a shape, a schema or a serializer, `others` has the responses besides it, `refused` the
-    statuses of errors; 401, 403 and 503 follow from the view. `sent` and `shown` are examples of the bodies.
-    The view has the tag, unless the operation has another one.
+    statuses of errors; 401, 403 and 503 follow from the view. `sent` and `shown` are examples of the bodies;
+    without `shown` and another example of a response, it is that of the shape. The view has the tag, unless
+    the operation has another one.
     """
 
     def arguments(view_class: Any) -> dict[str, Any]:
         schema = answer.ref if isinstance(answer, Named) else answer
+        example = UNSET if shown is None else shown
+        if shown is None and isinstance(schema, dict) and not any(entry.response_only for entry in examples):
+            example = example_of(schema)
         response = OpenApiResponse(schema, meaning) if meaning else schema
         responses = {} if answer is None and status == 200 else {status: response}
         return {
@@ -67,7 +72,7 @@ def describe(
             "responses": {**responses, **_view_refusals(view_class, refused), **(others or {})},
             "examples": [
                 *([] if sent is None else [request_example(sent)]),
-                *([] if shown is None else [response_example(shown, str(status), "answer")]),
+                *([] if example is UNSET else [response_example(example, str(status), "answer")]),
                 *examples,
             ],
         }

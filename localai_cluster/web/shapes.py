@@ -2,7 +2,7 @@
 
 A `Shape` is the body of a response or of a websocket message. Its fields name the column of each value, so it
 reads rows without model instances. The caller passes all other values to `of`. An optional field is omitted
-while it is empty (`contract/http-api.md` §0.5).
+while it is empty (`contract/http-api.md` §0.5). The values of `example` form the example of the API document.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +14,7 @@ from django.db.models import Case, CharField, F, Func, QuerySet, TextField, When
 from django.db.models.enums import Choices
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Cast, JSONObject
+from msgspec import UNSET
 
 Schema = dict[str, Any]
 Row = dict[str, Any]
@@ -26,6 +27,10 @@ UUID: Schema = {"type": "string", "format": "uuid"}
 TIME: Schema = {"type": "string", "format": "date-time"}
 BYTES: Schema = {"type": "integer", "maximum": 2**63 - 1, "minimum": 0, "format": "int64"}
 TEXTS: Schema = {"type": "array", "items": TEXT}
+EXAMPLE_FINGERPRINT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+EXAMPLE_TIME = "2026-08-22T09:15:04.120394Z"
+EXAMPLE_NODE_ID = "5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11"
+EXAMPLE_JOB_ID = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 
 
 def count(least: int = 0, **constraints: Any) -> Schema:
@@ -100,7 +105,7 @@ class Field:
     """A key of an object: its name, its schema, its column, and whether it may be absent or null.
 
     If `column` is None, the caller passes the value. `value_shape` is the shape of a value that the database
-    builds as JSON text.
+    builds as JSON text. Without an `example` of its own, the field has the example of its schema.
     """
 
     name: str
@@ -110,6 +115,7 @@ class Field:
     optional: bool = False
     nullable: bool = False
     value_shape: "Shape | None" = None
+    example: Any = UNSET
 
     @property
     def described(self) -> Schema:
@@ -136,6 +142,17 @@ def column(
     return Field(name, schema, source, meaning, **options)
 
 
+def example_of(schema: Schema) -> Any:
+    """Return the example of a shape, or of a list of one, that this schema refers to; UNSET without one."""
+    if schema.get("type") == "array" and (item := example_of(schema["items"])) is not UNSET:
+        return [item]
+    shape = _SHAPES.get(schema.get("$ref", "").rpartition("/")[2])
+    return UNSET if shape is None else shape.example
+
+
+_SHAPES: "dict[str, Shape]" = {}
+
+
 class Shape(Named):
     """A JSON object with a fixed set of keys, built from columns or from values."""
 
@@ -150,6 +167,18 @@ class Shape(Named):
         ]
         required_names = self.fields.keys() - set(self._optional) if required is None else required
         super().__init__(name, self._schema(meaning, sorted(required_names)))
+        _SHAPES[name] = self
+
+    @property
+    def example(self) -> Any:
+        """The object with the examples of its fields; UNSET if one that is always there has none."""
+        values = {
+            name: example_of(entry.schema) if entry.example is UNSET else entry.example
+            for name, entry in self.fields.items()
+        }
+        if any(values[name] is UNSET for name, entry in self.fields.items() if not entry.optional):
+            return UNSET
+        return {name: value for name, value in values.items() if value is not UNSET}
 
     def _schema(self, meaning: str, required: Sequence[str]) -> Schema:
         schema = {

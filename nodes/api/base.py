@@ -12,6 +12,7 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
+from localai_cluster.web import shapes
 from localai_cluster.web.envelopes import FlatView
 from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode
@@ -19,10 +20,8 @@ from nodes.registry import listing
 
 Schema = dict[str, Any]
 MAX_REVISION = 2**31 - 1
-JOB_ID = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-NODE_ID = "5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11"
-MOMENT = "2026-08-22T09:15:04.120394Z"
-EXAMPLE_FINGERPRINT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+JOB_ID, NODE_ID, MOMENT = shapes.EXAMPLE_JOB_ID, shapes.EXAMPLE_NODE_ID, shapes.EXAMPLE_TIME
+FINGERPRINT = shapes.EXAMPLE_FINGERPRINT
 
 
 class NodeView(APIView):

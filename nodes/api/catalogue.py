@@ -31,7 +31,10 @@ Entry = dict[str, Any]
 REPOSITORY_SHAPE = Shape(
     "Repository",
     "A configured gallery.",
-    [field("url", TEXT, "Without credentials."), field("name", TEXT)],
+    [
+        field("url", TEXT, "Without credentials.", example="file:///srv/gallery/index.yaml"),
+        field("name", TEXT, example="local"),
+    ],
 )
 GALLERY_ERROR_SHAPE = Shape(
     "GalleryError",
@@ -42,29 +45,41 @@ GALLERY_ERROR_SHAPE = Shape(
         field("readAt", TIME, "When the copy was read whose entries are listed.", optional=True),
     ],
 )
+_KEY_EXAMPLE = f"node:{base.NODE_ID}:minilm"
 CATALOGUE_SHAPE = Shape(
     "Catalogue",
     "A page of the catalogue (§4.1).",
     [
         field("backends", catalogue.ENTRY.many),
         field("repositories", REPOSITORY_SHAPE.many),
-        field("galleryErrors", GALLERY_ERROR_SHAPE.many),
-        field("allTags", TEXTS),
-        field("nodesByCapability", mapping_schema(count()), "Healthy nodes by capability."),
-        field("processingBackends", mapping_schema(UUID), "Key of an active operation to its id."),
+        field("galleryErrors", GALLERY_ERROR_SHAPE.many, example=[]),
+        field("allTags", TEXTS, example=["embeddings"]),
+        field(
+            "nodesByCapability",
+            mapping_schema(count()),
+            "Healthy nodes by capability.",
+            example={"default": 1},
+        ),
+        field(
+            "processingBackends",
+            mapping_schema(UUID),
+            "Key of an active operation to its id.",
+            example={_KEY_EXAMPLE: base.JOB_ID},
+        ),
         field(
             "taskTypes",
             mapping_schema(base.enum_schema(("Installation", "Deletion", "Waiting"))),
             "And to what it does.",
+            example={_KEY_EXAMPLE: "Installation"},
         ),
-        field("availableBackends", count(), "Entries of all galleries."),
-        field("installedBackends", count(), "Different backends on approved nodes."),
-        field("currentPage", count(1)),
-        field("totalPages", count()),
-        field("prevPage", count(1)),
-        field("nextPage", count(1)),
-        field("systemCapability", TEXT, "Of this server, which runs no backends."),
-        field("preferDevelopmentBackends", FLAG),
+        field("availableBackends", count(), "Entries of all galleries.", example=1),
+        field("installedBackends", count(), "Different backends on approved nodes.", example=1),
+        field("currentPage", count(1), example=1),
+        field("totalPages", count(), example=1),
+        field("prevPage", count(1), example=1),
+        field("nextPage", count(1), example=1),
+        field("systemCapability", TEXT, "Of this server, which runs no backends.", example=""),
+        field("preferDevelopmentBackends", FLAG, example=False),
     ],
 )
 _SEARCH_SCHEMA = base.text_schema(MAX_SEARCH_LENGTH)
@@ -82,54 +97,6 @@ _LIST_PARAMETERS = [
     ),
     base.query_parameter("order", base.enum_schema(SORT_DIRECTIONS) | {"default": "asc"}, "Or turned round."),
 ]
-_CATALOGUE_EXAMPLE = {
-    "backends": [
-        {
-            "id": "local@minilm",
-            "name": "minilm",
-            "description": "Sentence embeddings.",
-            "icon": "",
-            "license": "MIT",
-            "urls": [],
-            "tags": ["embeddings"],
-            "gallery": "local",
-            "version": "1.0.0",
-            "installed": True,
-            "nodes": [
-                {
-                    "node_id": base.NODE_ID,
-                    "node_name": "gpu-a",
-                    "node_status": "healthy",
-                    "version": "1.0.0",
-                    "installed_at": "2026-08-20T09:12:44Z",
-                }
-            ],
-            "processing": True,
-            "jobID": base.JOB_ID,
-            "isDeletion": False,
-            "isMeta": False,
-            "isAlias": False,
-            "isDevelopment": False,
-            "capabilities": None,
-            "metaBackendFor": "",
-            "variants": [{"capability": "default", "build": "minilm", "reason": "named for no hardware"}],
-        }
-    ],
-    "repositories": [{"url": "file:///srv/gallery/index.yaml", "name": "local"}],
-    "galleryErrors": [],
-    "allTags": ["embeddings"],
-    "nodesByCapability": {"default": 1},
-    "processingBackends": {f"node:{base.NODE_ID}:minilm": base.JOB_ID},
-    "taskTypes": {f"node:{base.NODE_ID}:minilm": "Installation"},
-    "availableBackends": 1,
-    "installedBackends": 1,
-    "currentPage": 1,
-    "totalPages": 1,
-    "prevPage": 1,
-    "nextPage": 1,
-    "systemCapability": "",
-    "preferDevelopmentBackends": False,
-}
 
 
 def page_fields(entries: int, page: int, items: int) -> Row:
@@ -213,7 +180,6 @@ class BackendsView(base.BackendRoute):
         CATALOGUE_SHAPE,
         refused=(400,),
         parameters=_LIST_PARAMETERS,
-        shown=_CATALOGUE_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
         """Returns the backends of the configured galleries, with the nodes that have each one installed.
@@ -250,13 +216,17 @@ AVAILABLE_BACKEND_SHAPE = Shape(
     "AvailableBackend",
     "An entry as its gallery has it (§4.5).",
     [
-        field("name", TEXT),
+        field("name", TEXT, example="minilm"),
         field("gallery", REPOSITORY_SHAPE.ref),
-        field("installed", FLAG, "On any approved node.", optional=True),
-        *(field(name, TEXT, optional=True) for name in ("alias", "description", "icon", "license")),
-        field("uri", TEXT, "Without credentials.", optional=True),
-        *(field(name, TEXT, optional=True) for name in ("version", "sha256")),
-        *(field(name, TEXTS, optional=True) for name in ("urls", "tags", "mirrors")),
+        field("installed", FLAG, "On any approved node.", example=True, optional=True),
+        *(field(name, TEXT, optional=True) for name in ("alias", "description", "icon")),
+        field("license", TEXT, example="apache-2.0", optional=True),
+        field("uri", TEXT, "Without credentials.", example="/srv/gallery/minilm", optional=True),
+        field("version", TEXT, example="1.0.0", optional=True),
+        field("sha256", TEXT, optional=True),
+        field("urls", TEXTS, optional=True),
+        field("tags", TEXTS, example=["embeddings"], optional=True),
+        field("mirrors", TEXTS, optional=True),
         field("capabilities", mapping_schema(TEXT), "Capability to the name of a build.", optional=True),
     ],
 )
@@ -264,36 +234,29 @@ KNOWN_BACKEND_SHAPE = Shape(
     "KnownBackend",
     "A backend that a model may be for (§4.5).",
     [
-        field("name", TEXT),
-        field("modality", TEXT, "What it works on, by its tags; empty if they do not say it."),
+        field("name", TEXT, example="minilm"),
         field(
-            "auto_detect", FLAG, "True if it can be detected from the files of a model: always false here."
+            "modality",
+            TEXT,
+            "What it works on, by its tags; empty if they do not say it.",
+            example="embeddings",
+        ),
+        field(
+            "auto_detect",
+            FLAG,
+            "True if it can be detected from the files of a model: always false here.",
+            example=False,
         ),
         field("description", TEXT, optional=True),
-        field("installed", FLAG, "On any approved node."),
+        field("installed", FLAG, "On any approved node.", example=True),
     ],
 )
-_REPOSITORY_EXAMPLE = {"url": "file:///srv/gallery/index.yaml", "name": "local"}
-_AVAILABLE_EXAMPLE = {
-    "name": "minilm",
-    "gallery": _REPOSITORY_EXAMPLE,
-    "installed": True,
-    "license": "apache-2.0",
-    "uri": "/srv/gallery/minilm",
-    "version": "1.0.0",
-    "tags": ["embeddings"],
-}
 
 
 class AvailableView(base.BackendRoute):
     """`/backends/available`."""
 
-    @describe(
-        "backends_available",
-        "List entries of the galleries",
-        AVAILABLE_BACKEND_SHAPE.many,
-        shown=[_AVAILABLE_EXAMPLE],
-    )
+    @describe("backends_available", "List entries of the galleries", AVAILABLE_BACKEND_SHAPE.many)
     def get(self, request: Request) -> Response:
         """Returns the gallery entries that a healthy node, or a machine without a GPU, can install."""
         installed = catalogue.installed_names()
@@ -315,12 +278,7 @@ def _available_row(build: GalleryEntry, installed: bool) -> Row:
 class KnownView(base.BackendRoute):
     """`/backends/known`."""
 
-    @describe(
-        "backends_known",
-        "List backends that a model may be for",
-        KNOWN_BACKEND_SHAPE.many,
-        shown=[{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}],
-    )
+    @describe("backends_known", "List backends that a model may be for", KNOWN_BACKEND_SHAPE.many)
     def get(self, request: Request) -> Response:
         """Returns the galleries' backends without single builds, and other installed ones, by modality."""
         installed = catalogue.installed_names()
@@ -346,7 +304,7 @@ class KnownView(base.BackendRoute):
 class GalleriesView(base.BackendRoute):
     """`/backends/galleries`."""
 
-    @describe("backends_galleries", "List galleries", REPOSITORY_SHAPE.many, shown=[_REPOSITORY_EXAMPLE])
+    @describe("backends_galleries", "List galleries", REPOSITORY_SHAPE.many)
     def get(self, request: Request) -> Response:
         """Returns the configured galleries."""
         return Response([repository_row(gallery) for gallery in node_commands.galleries()])

@@ -19,34 +19,40 @@ ORIGINS = ("file", *DefinitionOrigin.values)
 STATES = ("active", "disabled", "shadowed", "unusable")
 ORIGIN_SCHEMA, STATE_SCHEMA = enum_schema(ORIGINS), enum_schema(STATES)
 _REVISION_SCHEMA = count(0)
+MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE = 1000, 100
+MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
+YAML_EXAMPLE = "name: m\nbackend: llama-cpp\nparameters:\n  model: m.gguf\ncontext_size: 8192\n"
+MOMENT_EXAMPLE = "2026-11-28T09:15:04.120394Z"
 
 SUMMARY_SHAPE = Shape(
     "DefinitionSummary",
     "A model that a file or a stored definition defines.",
     [
-        field("name", TEXT),
-        field("backend", TEXT, "Empty if the definition cannot be used."),
-        field("model", TEXT, "The file or repository that the engine loads."),
-        field("origin", ORIGIN_SCHEMA),
-        field("state", STATE_SCHEMA, "`shadowed`: a stored definition over which a file wins."),
-        field("revision", _REVISION_SCHEMA, "Of the stored definition; 0 without one."),
-        field("size", BYTES, "Bytes of the files that are there."),
-        field("context_size", count(0), nullable=True),
-        field("use_cases", TEXTS),
-        field("updated_at", TIME),
-        field("actor", TEXT, "The user who saved it; empty for a file."),
-        field("problem", TEXT, "Why it cannot be used."),
+        field("name", TEXT, example="m"),
+        field("backend", TEXT, "Empty if the definition cannot be used.", example="llama-cpp"),
+        field("model", TEXT, "The file or repository that the engine loads.", example="m.gguf"),
+        field("origin", ORIGIN_SCHEMA, example="editor"),
+        field(
+            "state", STATE_SCHEMA, "`shadowed`: a stored definition over which a file wins.", example="active"
+        ),
+        field("revision", _REVISION_SCHEMA, "Of the stored definition; 0 without one.", example=2),
+        field("size", BYTES, "Bytes of the files that are there.", example=4831838208),
+        field("context_size", count(0), example=8192, nullable=True),
+        field("use_cases", TEXTS, example=["chat", "completion", "tokenize"]),
+        field("updated_at", TIME, example=MOMENT_EXAMPLE),
+        field("actor", TEXT, "The user who saved it; empty for a file.", example="ann"),
+        field("problem", TEXT, "Why it cannot be used.", example=""),
     ],
 )
 UNUSABLE_SHAPE = Shape(
     "UnusableDefinition",
     "A definition that cannot be used.",
     [
-        field("file", TEXT, "The file; empty for a stored definition."),
-        field("name", TEXT, "The model that it means to define, if that is known."),
-        field("line", count(0), "0: not known."),
-        field("column", count(0), "0: not known."),
-        field("error", TEXT),
+        field("file", TEXT, "The file; empty for a stored definition.", example="b.yaml"),
+        field("name", TEXT, "The model that it means to define, if that is known.", example="b"),
+        field("line", count(0), "0: not known.", example=3),
+        field("column", count(0), "0: not known.", example=1),
+        field("error", TEXT, example="is not valid YAML"),
     ],
 )
 DEFINITIONS_SHAPE = Shape(
@@ -54,9 +60,9 @@ DEFINITIONS_SHAPE = Shape(
     "A page of the definitions, by name.",
     [
         field("definitions", SUMMARY_SHAPE.many),
-        field("total", count(), "How many match on all pages."),
-        field("page", count(1)),
-        field("items", count(1)),
+        field("total", count(), "How many match on all pages.", example=1),
+        field("page", count(1), example=1),
+        field("items", count(1), example=DEFAULT_PAGE_SIZE),
         field("unusable", UNUSABLE_SHAPE.many),
     ],
 )
@@ -64,42 +70,54 @@ FORM_SHAPE = Shape(
     "DefinitionForm",
     "The settings that most people change; null: the definition leaves it to others.",
     [
-        field("context_size", count(0), nullable=True),
-        field("parallel", count(1), "Requests that an engine answers at once.", nullable=True),
-        field("gpu_layers", {"oneOf": [{"type": "integer"}, enum_schema(["auto"])]}, nullable=True),
-        field("template", TEXT, "A Jinja template for chats; empty: the model's own."),
-        field("options", TEXTS),
-        field("max_tokens", {"type": "integer"}, nullable=True),
+        field("context_size", count(0), example=8192, nullable=True),
+        field("parallel", count(1), "Requests that an engine answers at once.", example=None, nullable=True),
+        field(
+            "gpu_layers", {"oneOf": [{"type": "integer"}, enum_schema(["auto"])]}, example=None, nullable=True
+        ),
+        field("template", TEXT, "A Jinja template for chats; empty: the model's own.", example=""),
+        field("options", TEXTS, example=[]),
+        field("max_tokens", {"type": "integer"}, example=None, nullable=True),
     ],
 )
 MODEL_FILE_SHAPE = Shape(
     "DefinitionFile",
     "A file that the definition names, by its path in the models folder.",
     [
-        field("path", TEXT),
-        field("size", BYTES),
-        field("present", FLAG, "It is on the control plane."),
-        field("source", TEXT, "The address from which nodes get it if it is not; empty: it is missing."),
+        field("path", TEXT, example="m.gguf"),
+        field("size", BYTES, example=4831838208),
+        field("present", FLAG, "It is on the control plane.", example=True),
+        field(
+            "source",
+            TEXT,
+            "The address from which nodes get it if it is not; empty: it is missing.",
+            example="",
+        ),
     ],
 )
 DETAIL_SHAPE = Shape(
     "Definition",
     "A definition with its text.",
     [
-        field("name", TEXT),
-        field("text", TEXT, "YAML of the stored definition, of the file without one."),
-        field("origin", ORIGIN_SCHEMA),
-        field("state", STATE_SCHEMA),
-        field("shadowed", FLAG, "A file defines the model: a stored definition is kept and not used."),
-        field("file", TEXT, "The file that defines the model; empty without one."),
-        field("revision", _REVISION_SCHEMA),
+        field("name", TEXT, example="m"),
+        field("text", TEXT, "YAML of the stored definition, of the file without one.", example=YAML_EXAMPLE),
+        field("origin", ORIGIN_SCHEMA, example="editor"),
+        field("state", STATE_SCHEMA, example="active"),
+        field(
+            "shadowed",
+            FLAG,
+            "A file defines the model: a stored definition is kept and not used.",
+            example=False,
+        ),
+        field("file", TEXT, "The file that defines the model; empty without one.", example=""),
+        field("revision", _REVISION_SCHEMA, example=2),
         field("form", FORM_SHAPE.ref, nullable=True),
-        field("size", BYTES),
+        field("size", BYTES, example=4831838208),
         field("files", MODEL_FILE_SHAPE.many),
-        field("updated_at", TIME),
-        field("actor", TEXT),
-        field("warnings", TEXTS),
-        field("error", TEXT),
+        field("updated_at", TIME, example=MOMENT_EXAMPLE),
+        field("actor", TEXT, example="ann"),
+        field("warnings", TEXTS, example=[]),
+        field("error", TEXT, example=""),
     ],
 )
 TEXT_PROBLEM_SHAPE = Shape(
@@ -116,27 +134,27 @@ PREVIEW_SHAPE = Shape(
     "DefinitionCheck",
     "What saving would do.",
     [
-        field("valid", FLAG),
-        field("errors", TEXT_PROBLEM_SHAPE.many),
-        field("warnings", TEXTS),
-        field("text", TEXT),
+        field("valid", FLAG, example=True),
+        field("errors", TEXT_PROBLEM_SHAPE.many, example=[]),
+        field("warnings", TEXTS, example=[]),
+        field("text", TEXT, example=YAML_EXAMPLE),
         field("form", FORM_SHAPE.ref, nullable=True),
-        field("revision_changes", FLAG, "Engines would load with other options."),
-        field("replicas", REPLACED_REPLICA_SHAPE.many),
-        field("fit", FIT.ref, nullable=True),
-        field("diff", TEXT, "Unified, against the text in force."),
+        field("revision_changes", FLAG, "Engines would load with other options.", example=True),
+        field("replicas", REPLACED_REPLICA_SHAPE.many, example=[]),
+        field("fit", FIT.ref, example=None, nullable=True),
+        field("diff", TEXT, "Unified, against the text in force.", example=""),
     ],
 )
 REVISION_SHAPE = Shape(
     "DefinitionRevision",
     "A text that the definition has had, as its difference from the one before.",
     [
-        field("number", count(1)),
-        field("actor", TEXT),
-        field("at", TIME),
-        field("reason", TEXT),
-        field("origin", enum_schema(DefinitionOrigin.values)),
-        field("diff", TEXT),
+        field("number", count(1), example=1),
+        field("actor", TEXT, example="ann"),
+        field("at", TIME, example=MOMENT_EXAMPLE),
+        field("reason", TEXT, example="for the team"),
+        field("origin", enum_schema(DefinitionOrigin.values), example="editor"),
+        field("diff", TEXT, example="--- revision 0\n+++ revision 1\n"),
     ],
 )
 REVISIONS_SHAPE = Shape(
@@ -144,9 +162,9 @@ REVISIONS_SHAPE = Shape(
     "A page of the revisions, the newest first.",
     [
         field("revisions", REVISION_SHAPE.many),
-        field("total", count()),
-        field("page", count(1)),
-        field("items", count(1)),
+        field("total", count(), example=1),
+        field("page", count(1), example=1),
+        field("items", count(1), example=DEFAULT_REVISIONS),
     ],
 )
 REMOVAL_SHAPE = Shape(
@@ -154,43 +172,6 @@ REMOVAL_SHAPE = Shape(
     "The operation that deletes the definition.",
     [*JOB_FIELDS, field("deduplicated", FLAG)],
 )
-YAML_EXAMPLE = "name: m\nbackend: llama-cpp\nparameters:\n  model: m.gguf\ncontext_size: 8192\n"
-MOMENT_EXAMPLE = "2026-11-28T09:15:04.120394Z"
-FORM_EXAMPLE: dict[str, Any] = {
-    "context_size": 8192,
-    "parallel": None,
-    "gpu_layers": None,
-    "template": "",
-    "options": [],
-}
-FORM_EXAMPLE |= {"max_tokens": None}
-DETAIL_EXAMPLE = {
-    "name": "m",
-    "text": YAML_EXAMPLE,
-    "origin": "editor",
-    "state": "active",
-    "shadowed": False,
-    "file": "",
-    "revision": 2,
-    "form": FORM_EXAMPLE,
-    "size": 4831838208,
-    "files": [{"path": "m.gguf", "size": 4831838208, "present": True, "source": ""}],
-    "updated_at": MOMENT_EXAMPLE,
-    "actor": "ann",
-    "warnings": [],
-    "error": "",
-}
-SUMMARY_EXAMPLE = {
-    **{
-        name: DETAIL_EXAMPLE[name]
-        for name in ("name", "origin", "state", "revision", "size", "updated_at", "actor")
-    },
-    "backend": "llama-cpp",
-    "model": "m.gguf",
-    "context_size": 8192,
-    "use_cases": ["chat", "completion", "tokenize"],
-    "problem": "",
-}
 
 
 class _ReasonSerializer(NullIsAbsent):

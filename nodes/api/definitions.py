@@ -33,8 +33,6 @@ from nodes.models import DefinitionOrigin
 from nodes.registry.listing import FARTHEST
 from operations.api.serializers import job_fields, requester_of
 
-MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE = 1000, 100
-MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
 """Maximum and default number of revisions on a page. Each revision has its diff."""
 _NAME_PARAMETER = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
@@ -45,7 +43,9 @@ _LIST = [
     query_parameter("origin", shapes.ORIGIN_SCHEMA, "Where it comes from."),
     query_parameter("state", shapes.STATE_SCHEMA, "Its state."),
     _PAGE_NUMBER,
-    query_parameter("items", integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "Definitions on a page."),
+    query_parameter(
+        "items", integer_schema(1, shapes.MAX_PAGE_SIZE, shapes.DEFAULT_PAGE_SIZE), "Definitions on a page."
+    ),
 ]
 _DELETION = [
     _NAME_PARAMETER,
@@ -54,7 +54,9 @@ _DELETION = [
 _REVISION_PAGE = [
     _NAME_PARAMETER,
     _PAGE_NUMBER,
-    query_parameter("items", integer_schema(1, MAX_REVISIONS, DEFAULT_REVISIONS), "Revisions on a page."),
+    query_parameter(
+        "items", integer_schema(1, shapes.MAX_REVISIONS, shapes.DEFAULT_REVISIONS), "Revisions on a page."
+    ),
 ]
 
 
@@ -98,15 +100,6 @@ class DefinitionsView(_DefinitionRoute):
         shapes.DEFINITIONS_SHAPE,
         refused=(400,),
         parameters=_LIST,
-        shown={
-            "definitions": [shapes.SUMMARY_EXAMPLE],
-            "total": 1,
-            "page": 1,
-            "items": DEFAULT_PAGE_SIZE,
-            "unusable": [
-                {"file": "b.yaml", "name": "b", "line": 3, "column": 1, "error": "is not valid YAML"}
-            ],
-        },
     )
     def get(self, request: Request) -> Response:
         """Returns all definitions, of files and stored ones, by name, in a constant number of queries."""
@@ -137,7 +130,7 @@ class DefinitionsView(_DefinitionRoute):
         refused=(400, 409, 413),
         body=shapes.DefinitionCreateSerializer,
         sent={"text": shapes.YAML_EXAMPLE, "reason": "for the team"},
-        examples=[response_example(shapes.DETAIL_EXAMPLE, "201", "created")],
+        examples=[response_example(shapes.DETAIL_SHAPE.example, "201", "created")],
     )
     def post(self, request: Request) -> Response:
         """Creates a stored definition.
@@ -178,17 +171,6 @@ class DefinitionPreviewView(_DefinitionRoute):
         refused=(400, 413),
         body=shapes.DefinitionPreviewSerializer,
         sent={"name": "m", "changes": {"context_size": 8192}},
-        shown={
-            "valid": True,
-            "errors": [],
-            "warnings": [],
-            "text": shapes.YAML_EXAMPLE,
-            "form": shapes.FORM_EXAMPLE,
-            "revision_changes": True,
-            "replicas": [],
-            "fit": None,
-            "diff": "",
-        },
     )
     def post(self, request: Request) -> Response:
         """Checks a text without saving it.
@@ -221,7 +203,6 @@ class DefinitionView(_DefinitionRoute):
         shapes.DETAIL_SHAPE,
         refused=(404,),
         parameters=[_NAME_PARAMETER],
-        shown=shapes.DETAIL_EXAMPLE,
     )
     def get(self, request: Request, name: str) -> Response:
         """Returns the definition with its YAML, the values of the form, and its files."""
@@ -235,7 +216,6 @@ class DefinitionView(_DefinitionRoute):
         body=shapes.DefinitionEditSerializer,
         parameters=[_NAME_PARAMETER],
         sent={"changes": {"context_size": 8192}, "revision": 1, "reason": "longer documents"},
-        shown=shapes.DETAIL_EXAMPLE,
     )
     def put(self, request: Request, name: str) -> Response:
         """Saves a new revision. Replicas of the former revision are then replaced.
@@ -290,7 +270,7 @@ class DefinitionCloneView(_DefinitionRoute):
         body=shapes.DefinitionCloneSerializer,
         parameters=[_NAME_PARAMETER],
         sent={"name": "m-long"},
-        examples=[response_example(shapes.DETAIL_EXAMPLE | {"name": "m-long"}, "201", "created")],
+        examples=[response_example(shapes.DETAIL_SHAPE.example | {"name": "m-long"}, "201", "created")],
     )
     def post(self, request: Request, name: str) -> Response:
         """Copies the definition under another name, with the same files. 409 if that name is defined."""
@@ -317,7 +297,9 @@ class DefinitionDisableView(_DefinitionRoute):
     """`/api/definitions/:name/disable`."""
 
     @_describe_switch(
-        "definition_disable", "Disable a definition", shown=shapes.DETAIL_EXAMPLE | {"state": "disabled"}
+        "definition_disable",
+        "Disable a definition",
+        shown=shapes.DETAIL_SHAPE.example | {"state": "disabled"},
     )
     def post(self, request: Request, name: str) -> Response:
         """Disables the definition.
@@ -330,7 +312,7 @@ class DefinitionDisableView(_DefinitionRoute):
 class DefinitionEnableView(_DefinitionRoute):
     """`/api/definitions/:name/enable`."""
 
-    @_describe_switch("definition_enable", "Enable a definition", shown=shapes.DETAIL_EXAMPLE)
+    @_describe_switch("definition_enable", "Enable a definition")
     def post(self, request: Request, name: str) -> Response:
         """Enables the definition; the next request loads the model."""
         return _set_disabled(name, False)
@@ -345,21 +327,6 @@ class DefinitionRevisionsView(_DefinitionRoute):
         shapes.REVISIONS_SHAPE,
         refused=(400, 404),
         parameters=_REVISION_PAGE,
-        shown={
-            "revisions": [
-                {
-                    "number": 1,
-                    "actor": "ann",
-                    "at": shapes.MOMENT_EXAMPLE,
-                    "reason": "for the team",
-                    "origin": "editor",
-                    "diff": "--- revision 0\n+++ revision 1\n",
-                }
-            ],
-            "total": 1,
-            "page": 1,
-            "items": DEFAULT_REVISIONS,
-        },
     )
     def get(self, request: Request, name: str) -> Response:
         """Returns the revisions, newest first: author, time, reason and difference.
@@ -397,7 +364,6 @@ class DefinitionRestoreView(_DefinitionRoute):
         body=shapes.DefinitionRestoreSerializer,
         parameters=[_NAME_PARAMETER, OpenApiParameter("number", OpenApiTypes.INT, OpenApiParameter.PATH)],
         sent={"revision": 3},
-        shown=shapes.DETAIL_EXAMPLE,
     )
     def post(self, request: Request, name: str, number: int) -> Response:
         """Saves the text of this revision as the newest one; 409 with `revision` if it has changed since."""

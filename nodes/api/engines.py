@@ -5,10 +5,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import connection
@@ -51,27 +49,30 @@ MODEL_LOADED_SHAPE = Shape(
     "ModelLoaded",
     "Which model is loaded; `jobID` is the operation that loads it, if one was needed.",
     [
-        field("loaded", TEXTS),
-        field("message", TEXT),
-        field("jobID", UUID_SCHEMA, optional=True),
+        field("loaded", TEXTS, example=["minilm"]),
+        field("message", TEXT, example="model minilm is loaded"),
+        field("jobID", UUID_SCHEMA, example=base.JOB_ID, optional=True),
         field("jobIDs", {"type": "array", "items": UUID_SCHEMA}, "Of several loads.", optional=True),
     ],
 )
 MEMORY_SHAPE = Shape(
     "EngineMemory",
     "What an engine says of its memory.",
-    [field("total", BYTES), field("breakdown", mapping_schema(BYTES))],
+    [
+        field("total", BYTES, example=4831838208),
+        field("breakdown", mapping_schema(BYTES), example={"gpu": 4831838208}),
+    ],
 )
 _STATE_SCHEMA = count(-1, maximum=2) | {"description": "-1 error, 0 not initialised, 1 busy, 2 ready."}
 ENGINE_STATUS_SHAPE = Shape(
     "EngineStatus",
     "One replica, and what its engine says of itself, or why it says nothing.",
     [
-        field("node_id", UUID_SCHEMA),
-        field("node_name", TEXT),
-        field("replica_index", count()),
-        field("in_flight", count()),
-        field("state", _STATE_SCHEMA, nullable=True),
+        field("node_id", UUID_SCHEMA, example=base.NODE_ID),
+        field("node_name", TEXT, example="gpu-a"),
+        field("replica_index", count(), example=0),
+        field("in_flight", count(), example=1),
+        field("state", _STATE_SCHEMA, example=2, nullable=True),
         field("memory", MEMORY_SHAPE.ref, nullable=True),
         field("error", TEXT, optional=True),
     ],
@@ -80,7 +81,7 @@ MONITOR_SHAPE = Shape(
     "ModelMonitor",
     "State and memory of the first replica that answers, and all of them.",
     [
-        field("state", _STATE_SCHEMA),
+        field("state", _STATE_SCHEMA, example=2),
         field("memory", MEMORY_SHAPE.ref),
         field("replicas", ENGINE_STATUS_SHAPE.many),
     ],
@@ -88,21 +89,6 @@ MONITOR_SHAPE = Shape(
 _MONITORED = [
     base.query_parameter("model", base.text_schema(models.MAX_MODEL_LENGTH), "Which model.", required=True)
 ]
-_MEMORY_EXAMPLE = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
-_MONITOR_EXAMPLE = {
-    "state": 2,
-    "memory": _MEMORY_EXAMPLE,
-    "replicas": [
-        {
-            "node_id": base.NODE_ID,
-            "node_name": "gpu-a",
-            "replica_index": 0,
-            "in_flight": 1,
-            "state": 2,
-            "memory": _MEMORY_EXAMPLE,
-        }
-    ],
-}
 
 
 class BackendModelSerializer(models.UnloadModelSerializer):
@@ -134,7 +120,6 @@ class LoadView(APIView):
         refused=(400, 404, 409, 413),
         body=LoadModelSerializer,
         sent={"model": "minilm"},
-        shown={"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": base.JOB_ID},
         tag="nodes",
     )
     def post(self, request: Request) -> Response:
@@ -227,7 +212,6 @@ class MonitorView(APIView):
         MONITOR_SHAPE,
         refused=(400, 404, 502),
         parameters=_MONITORED,
-        shown=_MONITOR_EXAMPLE,
         tag="nodes",
     )
     def get(self, request: Request) -> Response:
@@ -245,28 +229,17 @@ class MonitorView(APIView):
         return Response(MONITOR_SHAPE.of(state=first["state"], memory=first["memory"], replicas=statuses))
 
 
-@dataclass(frozen=True)
-class _Engine:
-    node_id: UUID
-    node_name: str
-    replica_index: int
-    in_flight: int
-    address: str
-    token: str
+def _find_engines(model: str) -> list[NodeModel]:
+    replicas = NodeModel.objects.of(model).loaded().select_related("node")
+    return list(replicas.order_by("node__name", "replica_index")[:MAX_REPLICAS])
 
 
-def _find_engines(model: str) -> list[_Engine]:
-    rows = NodeModel.objects.of(model).loaded().order_by("node__name", "replica_index")
-    columns = ("node_id", "node__name", "replica_index", "in_flight", "address", "node__engine_token")
-    return [_Engine(*row) for row in rows.values_list(*columns)[:MAX_REPLICAS]]
-
-
-async def _read_statuses(engines: Sequence[_Engine]) -> list[dict[str, Any]]:
+async def _read_statuses(engines: Sequence[NodeModel]) -> list[dict[str, Any]]:
     return list(await asyncio.gather(*(_read_status(engine) for engine in engines)))
 
 
-async def _read_status(engine: _Engine) -> dict[str, Any]:
-    client = BackendClient(engine.address, engine.token)
+async def _read_status(engine: NodeModel) -> dict[str, Any]:
+    client = BackendClient(engine.address, engine.node.engine_token)
     state, memory, problem = None, None, ""
     try:
         status = await client.status(STATUS_TIMEOUT)
@@ -277,7 +250,12 @@ async def _read_status(engine: _Engine) -> dict[str, Any]:
     finally:
         await client.close()
     return ENGINE_STATUS_SHAPE.of_object(
-        engine, node_id=str(engine.node_id), state=state, memory=memory, error=problem
+        engine,
+        node_id=str(engine.node_id),
+        node_name=engine.node.name,
+        state=state,
+        memory=memory,
+        error=problem,
     )
 
 
@@ -285,32 +263,32 @@ LOADING_SHAPE = Shape(
     "ModelLoading",
     "A load that goes on, or the failure that stands for a moment.",
     [
-        field("model", TEXT),
-        field("state", {"type": "string", "enum": ["pending", "installing", "staging", "loading", "failed"]}),
+        field("model", TEXT, example="minilm"),
+        field(
+            "state",
+            {"type": "string", "enum": ["pending", "installing", "staging", "loading", "failed"]},
+            example="loading",
+        ),
         field(
             "progress",
             {"type": "number"},
             "Percent of the whole load. It falls only when a new attempt begins.",
+            example=40.0,
         ),
-        field("bytes_sent", BYTES),
-        field("total_bytes", BYTES),
-        field("file_index", count()),
-        field("total_files", count()),
-        field("node", TEXT, "The name of the node, once it is chosen; for administrators.", optional=True),
-        field("eta_seconds", count(), "Seconds that are left, once bytes move.", optional=True),
+        field("bytes_sent", BYTES, example=419430400),
+        field("total_bytes", BYTES, example=1073741824),
+        field("file_index", count(), example=0),
+        field("total_files", count(), example=0),
+        field(
+            "node",
+            TEXT,
+            "The name of the node, once it is chosen; for administrators.",
+            example="gpu-a",
+            optional=True,
+        ),
+        field("eta_seconds", count(), "Seconds that are left, once bytes move.", example=12, optional=True),
     ],
 )
-_LOADING_EXAMPLE = {
-    "model": "minilm",
-    "state": "loading",
-    "progress": 40.0,
-    "bytes_sent": 419430400,
-    "total_bytes": 1073741824,
-    "file_index": 0,
-    "total_files": 0,
-    "node": "gpu-a",
-    "eta_seconds": 12,
-}
 
 
 class LoadStatusView(APIView):
@@ -325,7 +303,6 @@ class LoadStatusView(APIView):
         LOADING_SHAPE,
         refused=(404,),
         parameters=[OpenApiParameter("model", str, OpenApiParameter.PATH)],
-        shown=_LOADING_EXAMPLE,
         tag="nodes",
     )
     def get(self, request: Request, model: str) -> Response:
@@ -345,9 +322,9 @@ LOG_LINE_SHAPE = Shape(
     "LogLine",
     "One line of an engine's output.",
     [
-        field("timestamp", TIME, "When the worker read it."),
-        field("stream", {"type": "string", "enum": ["stdout", "stderr"]}),
-        field("text", TEXT),
+        field("timestamp", TIME, "When the worker read it.", example=base.MOMENT),
+        field("stream", {"type": "string", "enum": ["stdout", "stderr"]}, example="stderr"),
+        field("text", TEXT, example="loading the model"),
     ],
 )
 
@@ -375,7 +352,6 @@ class LogLinesView(base.NodeView):
         "Show the log of a model on a node",
         LOG_LINE_SHAPE.many,
         refused=(400, 404, 409, 502, 504),
-        shown=[{"timestamp": base.MOMENT, "stream": "stderr", "text": "loading the model"}],
     )
     def get(self, request: Request, node_id: str, model: str) -> Response:
         """Returns the last lines of a model's engines in order of time.

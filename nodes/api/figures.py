@@ -70,21 +70,28 @@ FIGURE_EVENT_SHAPE = Shape(
     "FigureEvent",
     "What happened to a node.",
     [
-        column("at", TIME),
-        column("kind", enum_schema(NodeEvent.Kind.values)),
-        column("node_id", UUID_SCHEMA, source=text("node_id")),
-        column("node_name", TEXT),
+        column("at", TIME, example=MOMENT),
+        column("kind", enum_schema(NodeEvent.Kind.values), example="drained"),
+        column("node_id", UUID_SCHEMA, example=NODE_ID, source=text("node_id")),
+        column("node_name", TEXT, example="gpu-a"),
     ],
 )
 FIGURES_SHAPE = Shape(
     "Figures",
     "Figures on a grid of steps.",
     [
-        field("scope", enum_schema(FIGURE_SCOPES)),
-        field("name", TEXT, "Empty for the cluster."),
-        field("from", TIME, "The beginning of the first step."),
-        field("step", {"type": "integer", "enum": list(STEP_SECONDS)}, "Seconds."),
-        field("figures", FIGURE_SHAPE.many),
+        field("scope", enum_schema(FIGURE_SCOPES), example="node"),
+        field("name", TEXT, "Empty for the cluster.", example="gpu-a"),
+        field("from", TIME, "The beginning of the first step.", example="2026-08-22T09:00:00+00:00"),
+        field("step", {"type": "integer", "enum": list(STEP_SECONDS)}, "Seconds.", example=10),
+        field(
+            "figures",
+            FIGURE_SHAPE.many,
+            example=[
+                {"name": "ram_used", "gpu": None, "unit": "bytes", "values": [17179869184, None]},
+                {"name": "busy", "gpu": 0, "unit": "percent", "values": [87, 91]},
+            ],
+        ),
         field(
             "events",
             FIGURE_EVENT_SHAPE.many,
@@ -92,17 +99,6 @@ FIGURES_SHAPE = Shape(
         ),
     ],
 )
-_FIGURES_EXAMPLE = {
-    "scope": "node",
-    "name": "gpu-a",
-    "from": "2026-08-22T09:00:00+00:00",
-    "step": 10,
-    "figures": [
-        {"name": "ram_used", "gpu": None, "unit": "bytes", "values": [17179869184, None]},
-        {"name": "busy", "gpu": 0, "unit": "percent", "values": [87, 91]},
-    ],
-    "events": [{"at": MOMENT, "kind": "drained", "node_id": NODE_ID, "node_name": "gpu-a"}],
-}
 _PARAMETERS = [
     query_parameter("scope", enum_schema(FIGURE_SCOPES), "What they are of.", required=True),
     query_parameter("name", text_schema(255), "The node's id or name, or the model's name."),
@@ -126,7 +122,6 @@ class FiguresView(NodeView):
         FIGURES_SHAPE,
         refused=(400, 404),
         parameters=_PARAMETERS,
-        shown=_FIGURES_EXAMPLE,
     )
     def get(self, request: Request) -> Response:
         """Returns figures over time.
@@ -262,10 +257,12 @@ def rate_fields(columns: Columns) -> dict[str, Any]:
 
 
 _RATE_FIELDS = [
-    field("requests_per_second", {"type": "number"}),
-    field("errors_per_second", {"type": "number"}),
-    field("tokens_per_second", {"type": "number"}, "Of answers."),
-    field("first_token_seconds", {"type": "number"}, "The mean; null without any.", nullable=True),
+    field("requests_per_second", {"type": "number"}, example=3.5),
+    field("errors_per_second", {"type": "number"}, example=0.0),
+    field("tokens_per_second", {"type": "number"}, "Of answers.", example=812.4),
+    field(
+        "first_token_seconds", {"type": "number"}, "The mean; null without any.", example=0.21, nullable=True
+    ),
 ]
 TRAFFIC_SHAPE = Shape(
     "OverviewTraffic",
@@ -277,7 +274,7 @@ MAX_RATED_MODELS = 2000
 RATE_SHAPE = Shape(
     "ModelRate",
     "Requests for a model in the last minute that all web processes have reported.",
-    [field("name", TEXT), *_RATE_FIELDS],
+    [field("name", TEXT, example="minilm"), *_RATE_FIELDS],
 )
 RATES_SHAPE = Shape(
     "ModelRates",
@@ -293,17 +290,6 @@ class ModelRatesView(NodeView):
         "figures_models",
         "Show the requests of all models",
         RATES_SHAPE,
-        shown={
-            "models": [
-                {
-                    "name": "minilm",
-                    "requests_per_second": 3.5,
-                    "errors_per_second": 0.0,
-                    "tokens_per_second": 812.4,
-                    "first_token_seconds": 0.21,
-                }
-            ]
-        },
     )
     def get(self, request: Request) -> Response:
         """Returns the request rates of each model that has a replica, over the last minute; a few queries."""

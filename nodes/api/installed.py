@@ -4,6 +4,8 @@ Both come from rows: no request waits for a worker or a gallery. A controller ru
 request for a check returns the stored result, and the live feed reports the end of the check.
 """
 
+from functools import partial
+
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -21,24 +23,25 @@ METADATA_SHAPE = Shape(
     "BackendMetadata",
     "What the first node that says so tells of an install (§4.3).",
     [
-        field("name", TEXT),
-        *(
-            field(name, TEXT, optional=True)
-            for name in ("gallery_url", "installed_at", "version", "uri", "digest")
-        ),
+        field("name", TEXT, example="minilm"),
+        field("gallery_url", TEXT, optional=True),
+        field("installed_at", TEXT, example="2026-08-20T09:12:44Z", optional=True),
+        field("version", TEXT, example="1.0.0", optional=True),
+        field("uri", TEXT, optional=True),
+        field("digest", TEXT, optional=True),
     ],
 )
 INSTALLED_SHAPE = Shape(
     "InstalledBackend",
     "A backend and the nodes that have it (§4.3).",
     [
-        field("Name", TEXT),
-        field("RunFile", TEXT, "Empty: it is on workers."),
-        field("IsMeta", FLAG),
-        field("IsSystem", FLAG, "It came with the machines and is not removed."),
+        field("Name", TEXT, example="minilm"),
+        field("RunFile", TEXT, "Empty: it is on workers.", example=""),
+        field("IsMeta", FLAG, example=False),
+        field("IsSystem", FLAG, "It came with the machines and is not removed.", example=False),
         field("Metadata", METADATA_SHAPE.ref, nullable=True),
-        field("upgrade_available", FLAG, optional=True),
-        field("available_version", TEXT, optional=True),
+        field("upgrade_available", FLAG, example=True, optional=True),
+        field("available_version", TEXT, example="1.1.0", optional=True),
         field(
             "pending_operations",
             count(1),
@@ -52,9 +55,9 @@ DRIFT_SHAPE = Shape(
     "NodeDrift",
     "A node with another build than most.",
     [
-        field("node_id", UUID),
-        field("node_name", TEXT),
-        field("version", TEXT, optional=True),
+        field("node_id", UUID, example=NODE_ID),
+        field("node_name", TEXT, example="gpu-a"),
+        field("version", TEXT, example="0.9.0", optional=True),
         field("digest", TEXT, optional=True),
     ],
 )
@@ -62,43 +65,17 @@ UPGRADE_SHAPE = Shape(
     "UpgradeInfo",
     "An upgrade that would change something (§4.4).",
     [
-        field("backend_name", TEXT),
-        field("installed_version", TEXT, "Of most nodes."),
-        field("available_version", TEXT, "The gallery's; empty if it names none."),
+        field("backend_name", TEXT, example="minilm"),
+        field("installed_version", TEXT, "Of most nodes.", example="1.0.0"),
+        field("available_version", TEXT, "The gallery's; empty if it names none.", example="1.1.0"),
         field("installed_digest", TEXT, optional=True),
         field("available_digest", TEXT, optional=True),
         field("node_drift", DRIFT_SHAPE.many, optional=True),
     ],
 )
-
-_NODE_EXAMPLE = {"node_id": NODE_ID, "node_name": "gpu-a"}
-_UPGRADE_EXAMPLE = {
-    "minilm": {
-        "backend_name": "minilm",
-        "installed_version": "1.0.0",
-        "available_version": "1.1.0",
-        "node_drift": [{**_NODE_EXAMPLE, "version": "0.9.0"}],
-    }
-}
-_LIST_EXAMPLE = [
-    {
-        "Name": "minilm",
-        "RunFile": "",
-        "IsMeta": False,
-        "IsSystem": False,
-        "Metadata": {"name": "minilm", "version": "1.0.0", "installed_at": "2026-08-20T09:12:44Z"},
-        "upgrade_available": True,
-        "available_version": "1.1.0",
-        "nodes": [
-            {
-                **_NODE_EXAMPLE,
-                "node_status": "healthy",
-                "version": "1.0.0",
-                "installed_at": "2026-08-20T09:12:44Z",
-            }
-        ],
-    }
-]
+_describe_upgrades = partial(
+    describe, answer=mapping_schema(UPGRADE_SHAPE.ref), shown={"minilm": UPGRADE_SHAPE.example}
+)
 
 
 def upgrades_by_backend() -> dict[str, Row]:
@@ -148,7 +125,7 @@ def _installed_row(backend: installed.InstalledBackend, upgrade: Upgrade | None,
 class InstalledView(BackendRoute):
     """`/backends`."""
 
-    @describe("backends_installed", "List installed backends", INSTALLED_SHAPE.many, shown=_LIST_EXAMPLE)
+    @describe("backends_installed", "List installed backends", INSTALLED_SHAPE.many)
     def get(self, request: Request) -> Response:
         """Returns the backends of all approved nodes by name, with their nodes and available upgrades.
 
@@ -161,12 +138,7 @@ class InstalledView(BackendRoute):
 class UpgradesView(BackendRoute):
     """`/api/backends/upgrades`."""
 
-    @describe(
-        "backends_upgrades",
-        "List available upgrades",
-        mapping_schema(UPGRADE_SHAPE.ref),
-        shown=_UPGRADE_EXAMPLE,
-    )
+    @_describe_upgrades("backends_upgrades", "List available upgrades")
     def get(self, request: Request) -> Response:
         """Returns the available upgrades: what the last check found against the installed builds."""
         return Response(upgrades_by_backend())
@@ -175,12 +147,7 @@ class UpgradesView(BackendRoute):
 class UpgradeCheckView(BackendRoute):
     """`/api/backends/upgrades/check`."""
 
-    @describe(
-        "backends_upgrades_check",
-        "Check for upgrades",
-        mapping_schema(UPGRADE_SHAPE.ref),
-        shown=_UPGRADE_EXAMPLE,
-    )
+    @_describe_upgrades("backends_upgrades_check", "Check for upgrades")
     def post(self, request: Request) -> Response:
         """Requests a check of the galleries, and returns the upgrades that are known now.
 

@@ -36,15 +36,17 @@ DEFAULT_PAGE_SIZE = 100
 JOIN_TOKEN_STATE = Named(
     "JoinTokenState", {"type": "string", "enum": [state.value for state in joining.TokenState]}
 )
+_TOKEN_EXAMPLE = "join-" + "0" * 64
+_URL_EXAMPLE = "http://192.0.2.10:8080"
 _TOKEN_FIELDS = [
-    field("id", UUID_FORMAT),
-    field("state", JOIN_TOKEN_STATE.ref),
-    field("note", TEXT),
-    field("created_at", TIME),
-    field("created_by", TEXT),
-    field("expires_at", TIME),
-    field("max_uses", count(1), "How many new nodes it admits."),
-    field("uses", count(), "How many it has admitted."),
+    field("id", UUID_FORMAT, example="0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"),
+    field("state", JOIN_TOKEN_STATE.ref, example="usable"),
+    field("note", TEXT, example="rack 4"),
+    field("created_at", TIME, example=MOMENT),
+    field("created_by", TEXT, example="ann"),
+    field("expires_at", TIME, example="2026-08-22T10:15:04.120394Z"),
+    field("max_uses", count(1), "How many new nodes it admits.", example=1),
+    field("uses", count(), "How many it has admitted.", example=0),
     field("revoked_at", TIME, optional=True),
     field("revoked_by", TEXT, optional=True),
     field("last_used_at", TIME, optional=True),
@@ -56,33 +58,25 @@ CREATED_TOKEN_SHAPE = Shape(
     "A new join token. `token` and `command` are shown this once.",
     [
         *_TOKEN_FIELDS,
-        field("token", {"type": "string", "pattern": "^join-[0-9a-f]{64}$"}),
-        field("command", TEXT, "The line to run on the other machine; it contains the token."),
-        field("url", TEXT, "The server's URL in that line."),
+        field("token", {"type": "string", "pattern": "^join-[0-9a-f]{64}$"}, example=_TOKEN_EXAMPLE),
+        field(
+            "command",
+            TEXT,
+            "The line to run on the other machine; it contains the token.",
+            example=join_script.join_command(_URL_EXAMPLE, _TOKEN_EXAMPLE),
+        ),
+        field("url", TEXT, "The server's URL in that line.", example=_URL_EXAMPLE),
         field(
             "url_is_set",
             FLAG,
             "True if the URL is CLUSTER_PUBLIC_URL, false if it is the address of this request.",
+            example=True,
         ),
         field(
-            "warnings",
-            TEXTS,
-            "Why the line may not work on another machine, and what it risks.",
+            "warnings", TEXTS, "Why the line may not work on another machine, and what it risks.", example=[]
         ),
     ],
 )
-_TOKEN_ROW_EXAMPLE = {
-    "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
-    "state": "usable",
-    "note": "rack 4",
-    "created_at": MOMENT,
-    "created_by": "ann",
-    "expires_at": "2026-08-22T10:15:04.120394Z",
-    "max_uses": 1,
-    "uses": 0,
-}
-_TOKEN_EXAMPLE = "join-" + "0" * 64
-_URL_EXAMPLE = "http://192.0.2.10:8080"
 
 
 class JoinTokenRequestSerializer(NullIsAbsent):
@@ -116,7 +110,6 @@ class JoinTokensView(NodeView):
         JOIN_TOKEN_SHAPE.many,
         refused=(400,),
         parameters=PAGE,
-        shown=[_TOKEN_ROW_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """Returns the join tokens, newest first, without the secret texts.
@@ -138,14 +131,6 @@ class JoinTokensView(NodeView):
         refused=(400, 413),
         body=JoinTokenRequestSerializer,
         sent={"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"},
-        shown=_TOKEN_ROW_EXAMPLE
-        | {
-            "token": _TOKEN_EXAMPLE,
-            "command": join_script.join_command(_URL_EXAMPLE, _TOKEN_EXAMPLE),
-            "url": _URL_EXAMPLE,
-            "url_is_set": True,
-            "warnings": [],
-        },
     )
     def post(self, request: Request) -> Response:
         """Creates a join token.

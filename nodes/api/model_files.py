@@ -36,18 +36,18 @@ FILE_SHAPE = Shape(
     "UnusedFile",
     "A file of the models folder, or on a node all files of a model, which nothing defines or runs.",
     [
-        field("path", TEXT, "Its path in the models folder; on a node the model's name."),
-        field("size", count(), "Bytes."),
-        field("modified_at", TIME, "On a node: the time of the last load that sent them."),
+        field("path", TEXT, "Its path in the models folder; on a node the model's name.", example="old.gguf"),
+        field("size", count(), "Bytes.", example=4_800_000_000),
+        field("modified_at", TIME, "On a node: the time of the last load that sent them.", example=MOMENT),
     ],
 )
 PLACE_SHAPE = Shape(
     "UnusedFilesPlace",
     "The control plane, or a node.",
     [
-        field("node_id", {**UUID_SCHEMA, "nullable": True}, "Null: the control plane."),
-        field("node_name", TEXT),
-        field("total", count(), "Bytes of its unused files."),
+        field("node_id", {**UUID_SCHEMA, "nullable": True}, "Null: the control plane.", example=None),
+        field("node_name", TEXT, example=CONTROL_PLANE),
+        field("total", count(), "Bytes of its unused files.", example=4_800_000_000),
         field("files", FILE_SHAPE.many, "The oldest first."),
         field("problem", TEXT, "Why nothing can be removed here at the moment.", optional=True),
     ],
@@ -70,28 +70,12 @@ REMOVAL_SHAPE = Shape(
         field("statusUrl", TEXT, optional=True),
     ],
 )
-_FILE_EXAMPLE = {"path": "old.gguf", "size": 4_800_000_000, "modified_at": MOMENT}
 
 
 class UnusedFilesView(APIView):
     """`/api/models/files`."""
 
-    @describe(
-        "models_files",
-        "List unused files of models",
-        FILES_SHAPE,
-        shown={
-            "places": [
-                {
-                    "node_id": None,
-                    "node_name": CONTROL_PLANE,
-                    "total": 4_800_000_000,
-                    "files": [_FILE_EXAMPLE],
-                }
-            ]
-        },
-        tag="nodes",
-    )
+    @describe("models_files", "List unused files of models", FILES_SHAPE, tag="nodes")
     def get(self, request: Request) -> Response:
         """Returns the files that no definition or running import names, of control plane and nodes.
 

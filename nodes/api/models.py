@@ -51,25 +51,26 @@ PLACE_SHAPE = Shape(
     "ModelPlace",
     "A replica of a model.",
     [
-        field("node_id", UUID_SCHEMA),
-        field("node_name", TEXT),
-        field("state", REPLICA_STATE.ref),
-        field("node_status", NODE_STATUS.ref),
+        field("node_id", UUID_SCHEMA, example=NODE_ID),
+        field("node_name", TEXT, example="gpu-a"),
+        field("state", REPLICA_STATE.ref, example="loaded"),
+        field("node_status", NODE_STATUS.ref, example="healthy"),
     ],
 )
 INSTALLED_MODEL_SHAPE = Shape(
     "InstalledModel",
     "A model that is defined, or that a node has.",
     [
-        field("id", TEXT),
+        field("id", TEXT, example="minilm"),
         field(
             "capabilities",
             TEXTS,
             "Its use cases, such as `FLAG_CHAT`; without a definition those of its engine.",
+            example=["FLAG_EMBEDDINGS"],
         ),
-        field("backend", TEXT),
-        field("disabled", FLAG, "Always false."),
-        field("pinned", FLAG, "Its scheduling rule keeps at least one replica."),
+        field("backend", TEXT, example="minilm"),
+        field("disabled", FLAG, "Always false.", example=False),
+        field("pinned", FLAG, "Its scheduling rule keeps at least one replica.", example=False),
         field("loaded_on", PLACE_SHAPE.many, optional=True),
         field(
             "source",
@@ -90,18 +91,14 @@ MODELS_SHAPE = Shape(
     "All models, by name.",
     [
         field("data", INSTALLED_MODEL_SHAPE.many),
-        field("definitionErrors", DEFINITION_ERROR_SHAPE.many, "Files whose models do not serve, and why."),
+        field(
+            "definitionErrors",
+            DEFINITION_ERROR_SHAPE.many,
+            "Files whose models do not serve, and why.",
+            example=[],
+        ),
     ],
 )
-_PLACE_EXAMPLE = {"node_id": NODE_ID, "node_name": "gpu-a", "state": "loaded", "node_status": "healthy"}
-_MODELS_EXAMPLE = {
-    "id": "minilm",
-    "capabilities": ["FLAG_EMBEDDINGS"],
-    "backend": "minilm",
-    "disabled": False,
-    "pinned": False,
-    "loaded_on": [_PLACE_EXAMPLE],
-}
 _REPLICA_COLUMNS = ("model_name", "backend_type", "node_id", "node__name", "state", "node__status")
 
 
@@ -110,13 +107,7 @@ class CapabilitiesView(ModelRoute):
 
     permission_classes = [IsUser]
 
-    @describe(
-        "models_capabilities",
-        "List models",
-        MODELS_SHAPE,
-        shown={"data": [_MODELS_EXAMPLE], "definitionErrors": []},
-        tag="nodes",
-    )
+    @describe("models_capabilities", "List models", MODELS_SHAPE, tag="nodes")
     def get(self, request: Request) -> Response:
         """Returns all usable definitions, all models that nodes have, and unusable files with the reason.
 
@@ -319,10 +310,7 @@ class NodeModelUnloadView(NodeView):
     """`/api/nodes/:id/models/unload`."""
 
     @describe_waiting_command(
-        "nodes_models_unload",
-        "Unload a model from a node",
-        UnloadReplicaSerializer,
-        NODE_UNLOAD_MESSAGES,
+        "nodes_models_unload", "Unload a model from a node", UnloadReplicaSerializer, NODE_UNLOAD_MESSAGES
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the model's engines on the node, or one of them.
@@ -358,10 +346,7 @@ class ModelUnloadView(NodeView):
     """`/api/nodes/models/unload`."""
 
     @describe_waiting_command(
-        "models_unload",
-        "Unload a model from all nodes",
-        UnloadModelSerializer,
-        UNLOAD_MESSAGES,
+        "models_unload", "Unload a model from all nodes", UnloadModelSerializer, UNLOAD_MESSAGES
     )
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11). The operation has a part for each node with an engine."""
@@ -372,10 +357,7 @@ class ModelDeleteView(NodeView):
     """`/api/nodes/models/delete`."""
 
     @describe_waiting_command(
-        "models_delete",
-        "Delete a model's files from all nodes",
-        DeleteModelSerializer,
-        DELETE_MESSAGES,
+        "models_delete", "Delete a model's files from all nodes", DeleteModelSerializer, DELETE_MESSAGES
     )
     def post(self, request: Request) -> Response:
         """Unloads the model and deletes its files on every approved node (R6.13); its definition stays."""

@@ -16,7 +16,7 @@ from localai_cluster.kit import clock, names
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import View, describe, response_example
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
-from nodes.api.base import EXAMPLE_FINGERPRINT, NODE_ID, NodeView, actor_of, job_example, require_node_id
+from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, job_example, require_node_id
 from nodes.api.node_backends import ACCEPTED_SHAPE
 from nodes.api.worker_routes import parse_id
 from nodes.backends import node_stop
@@ -120,7 +120,7 @@ class ApproveView(NodeView):
         node_rows.APPROVAL_SHAPE,
         refused=(400, 404, 409, 413),
         body=ApproveSerializer,
-        sent={"reason": "ticket 4711", "fingerprint": EXAMPLE_FINGERPRINT},
+        sent={"reason": "ticket 4711", "fingerprint": FINGERPRINT},
         shown=_NODE_EXAMPLE | {"message": actions.APPROVE.message},
         examples=[
             response_example(
@@ -154,7 +154,7 @@ class ApproveManyView(NodeView):
         node_rows.APPROVAL_RESULTS_SHAPE,
         refused=(400, 413),
         body=ApproveManySerializer,
-        sent={"ids": [NODE_ID, _OPERATION_ID_EXAMPLE], "fingerprints": {NODE_ID: EXAMPLE_FINGERPRINT}},
+        sent={"ids": [NODE_ID, _OPERATION_ID_EXAMPLE], "fingerprints": {NODE_ID: FINGERPRINT}},
         shown={
             "approved": 1,
             "results": [

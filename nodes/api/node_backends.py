@@ -243,13 +243,19 @@ NODE_BACKEND_SHAPE = Shape(
     "NodeBackend",
     "One backend on a node (§2.10).",
     [
-        column("name", TEXT),
-        column("is_system", FLAG, "It came with the machine and is not removed."),
-        column("is_meta", FLAG, "It stands for the build that fits the machine."),
-        column("installed_at", TEXT, "As the worker wrote it, RFC 3339.", optional=True),
-        column("gallery_url", TEXT, optional=True),
-        column("version", TEXT, optional=True),
-        column("uri", TEXT, optional=True),
+        column("name", TEXT, example="minilm"),
+        column("is_system", FLAG, "It came with the machine and is not removed.", example=False),
+        column("is_meta", FLAG, "It stands for the build that fits the machine.", example=False),
+        column(
+            "installed_at",
+            TEXT,
+            "As the worker wrote it, RFC 3339.",
+            example="2026-08-20T09:12:44Z",
+            optional=True,
+        ),
+        column("gallery_url", TEXT, example="file:///srv/gallery/index.yaml", optional=True),
+        column("version", TEXT, example="1.0.0", optional=True),
+        column("uri", TEXT, example="/srv/gallery/minilm", optional=True),
         column("digest", TEXT, optional=True),
         column("alias", TEXT, "Another name that starts it.", optional=True),
         column("size", BYTES, "Of its files.", optional=True),
@@ -258,17 +264,6 @@ NODE_BACKEND_SHAPE = Shape(
 _AS_OF_HEADERS = [
     response_header("X-As-Of", OpenApiTypes.DATETIME, "When the worker listed this; absent if it never did."),
     response_header("X-Inventory-Error", OpenApiTypes.STR, "Why there is no newer list."),
-]
-_BACKENDS_EXAMPLE = [
-    {
-        "name": "minilm",
-        "is_system": False,
-        "is_meta": False,
-        "installed_at": "2026-08-20T09:12:44Z",
-        "gallery_url": "file:///srv/gallery/index.yaml",
-        "version": "1.0.0",
-        "uri": "/srv/gallery/minilm",
-    }
 ]
 
 
@@ -281,7 +276,6 @@ class NodeBackendsView(NodeView):
         NODE_BACKEND_SHAPE.many,
         refused=(404,),
         parameters=_AS_OF_HEADERS,
-        shown=_BACKENDS_EXAMPLE,
         tag="backends",
     )
     def get(self, request: Request, node_id: str) -> Response:

@@ -33,10 +33,10 @@ LABELS_SCHEMA: Schema = {
 }
 _LABELS_RESPONSES = {(200, "application/json"): LABELS_SCHEMA}
 _LABELS_EXAMPLE = {"gpu.vendor": "nvidia", "node.name": "gpu-a", "node.replica-slots": "2"}
-CAP_SHAPE = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1))])
-BUDGET_SHAPE = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT)])
-QUOTA_SHAPE = Shape("DiskQuota", "The quota as sent.", [field("disk_quota", TEXT)])
-RESET_SHAPE = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
+CAP_SHAPE = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1), example=3)])
+BUDGET_SHAPE = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT, example="80%")])
+QUOTA_SHAPE = Shape("DiskQuota", "The quota as sent.", [field("disk_quota", TEXT, example="200GB")])
+RESET_SHAPE = Shape("Reset", "The override is handed back.", [field("reset", FLAG, example=True)])
 
 
 _describe_edit = partial(describe, refused=(400, 404, 409, 413), parameters=[REVISION_PARAMETER])
@@ -48,20 +48,16 @@ _describe_labels = partial(
     shown=_LABELS_EXAMPLE,
 )
 _describe_reset = partial(
-    describe,
-    answer=RESET_SHAPE,
-    refused=(400, 404, 409),
-    parameters=[REVISION_PARAMETER],
-    shown={"reset": True},
+    describe, answer=RESET_SHAPE, refused=(400, 404, 409), parameters=[REVISION_PARAMETER]
 )
 
 
 def _describe_value(
-    name: str, summary: str, body: type[NullIsAbsent], answer: Shape, value: Any
+    name: str, summary: str, body: type[NullIsAbsent], answer: Shape
 ) -> Callable[[View], View]:
     """Describe a route that sets one value of a node, for the API document."""
-    (key,) = answer.fields
-    return _describe_edit(name, summary, answer, body=body, sent={"value": value}, shown={key: value})
+    (value,) = answer.example.values()
+    return _describe_edit(name, summary, answer, body=body, sent={"value": value})
 
 
 class LabelsView(NodeView):
@@ -140,7 +136,7 @@ class BudgetRequestSerializer(NullIsAbsent):
 class ReplicaCapView(NodeView):
     """`/api/nodes/:id/max-replicas-per-model`."""
 
-    @_describe_value("nodes_cap", "Set the maximum replicas per model", CapRequestSerializer, CAP_SHAPE, 3)
+    @_describe_value("nodes_cap", "Set the maximum replicas per model", CapRequestSerializer, CAP_SHAPE)
     def put(self, request: Request, node_id: str) -> Response:
         """Overrides the worker's own value (R1.45)."""
         parsed_id = require_node_id(node_id)
@@ -158,7 +154,7 @@ class ReplicaCapView(NodeView):
 class VramBudgetView(NodeView):
     """`/api/nodes/:id/vram-budget`."""
 
-    @_describe_value("nodes_budget", "Set the VRAM budget", BudgetRequestSerializer, BUDGET_SHAPE, "80%")
+    @_describe_value("nodes_budget", "Set the VRAM budget", BudgetRequestSerializer, BUDGET_SHAPE)
     def put(self, request: Request, node_id: str) -> Response:
         """Limits the node's VRAM, whatever its worker reports; an empty text means unlimited (R1.47)."""
         parsed_id = require_node_id(node_id)
@@ -177,7 +173,7 @@ class DiskQuotaView(NodeView):
     """`/api/nodes/:id/disk-quota`, which the reference lacks."""
 
     @_describe_value(
-        "nodes_disk_quota", "Set the disk quota for models", BudgetRequestSerializer, QUOTA_SHAPE, "200GB"
+        "nodes_disk_quota", "Set the disk quota for models", BudgetRequestSerializer, QUOTA_SHAPE
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Limits the disk space of models' files; existing files stay. An empty text means no limit."""

@@ -19,8 +19,10 @@ from nodes.api.node_actions import describe_action, perform_action
 from nodes.api.worker_routes import parse_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
 from nodes.registry import actions, claims, listing, node_rows
+from nodes.registry.claims import CONFLICT_SHAPE
 from nodes.registry.heartbeats import MAX_FIGURE
-from nodes.registry.shape import CONFLICT_SHAPE, EVENT_SHAPE, NODE_DETAIL_SHAPE, NODE_SHAPE
+from nodes.registry.shape import NODE_DETAIL_SHAPE, NODE_SHAPE
+from nodes.registry.timeline import EVENT_SHAPE
 from nodes.replicas.shape import REPLICA
 
 _LABEL_SCHEMA: base.Schema = {
@@ -48,94 +50,6 @@ _FILTER_PARAMETERS = [
         "sort", base.enum_schema(listing.SORT_ORDERS) | {"default": "name"}, "The order; `-` turns it round."
     ),
 ]
-_LABELS_EXAMPLE = {
-    "gpu.vendor": "nvidia",
-    "gpu.vram": "16GB",
-    "node.name": "gpu-a",
-    "node.replica-slots": "2",
-}
-_NODE_EXAMPLE = {
-    "id": base.NODE_ID,
-    "name": "gpu-a",
-    "node_type": "backend",
-    "address": "10.1.0.4:50051",
-    "http_address": "10.1.0.4:50050",
-    "status": "draining",
-    "total_vram": 25757220864,
-    "available_vram": 20000000000,
-    "reserved_vram": 0,
-    "total_ram": 67108864000,
-    "available_ram": 50000000000,
-    "total_disk": 500000000000,
-    "available_disk": 320000000000,
-    "gpu_vendor": "nvidia",
-    "gpu_compute_capability": "8.9",
-    "capability": "nvidia-cuda-12",
-    "max_replicas_per_model": 2,
-    "max_replicas_per_model_manually_set": True,
-    "vram_budget": "80%",
-    "vram_budget_bytes": 20605776691,
-    "vram_budget_manually_set": True,
-    "last_heartbeat": base.MOMENT,
-    "created_at": "2026-07-01T08:00:00Z",
-    "updated_at": base.MOMENT,
-    "model_count": 1,
-    "in_flight_count": 2,
-    "labels": _LABELS_EXAMPLE,
-}
-_DETAIL_EXAMPLE = {
-    "gpus": [
-        {
-            "index": 0,
-            "uuid": "GPU-5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11",
-            "name": "NVIDIA L4",
-            "total_vram": 25757220864,
-            "free_vram": 20000000000,
-            "reserved_vram": 0,
-            "utilization": 12,
-            "temperature": 48,
-            "power": 33,
-            "power_limit": 72,
-            "ecc_errors": 0,
-            "driver": "550.54.15, CUDA 12.4",
-        }
-    ],
-    "system": {
-        "os": "Debian GNU/Linux 12 (bookworm)",
-        "kernel": "6.1.0-18-amd64",
-        "cpu": "AMD EPYC 7443P 24-Core Processor",
-        "cpu_count": 48,
-        "cpu_cores": 24,
-        "booted_at": "2026-08-01T06:00:00+00:00",
-    },
-    "approval": {"at": "2026-07-01T08:01:00Z", "by": "ann", "reason": ""},
-    "drain": {
-        "since": base.MOMENT,
-        "by": "ann",
-        "reason": "new power supply",
-        "own": False,
-        "in_flight": 2,
-        "replicas": 1,
-        "deadline": "2026-08-22T09:25:04.120394Z",
-    },
-    "identity": {
-        "weak": False,
-        "fingerprint": base.EXAMPLE_FINGERPRINT,
-        "source_address": "10.1.0.4",
-        "first_seen": "2026-07-01T08:00:00Z",
-        "bound_at": "2026-07-01T08:00:00Z",
-        "instance": "5f0c1f8d6f3b4f0bb7b0d7f3c8a1e2d4",
-        "open_conflicts": 0,
-    },
-    "model_bytes": 43165671424,
-    "revision": 7,
-    "overrides": {
-        "max_replicas_per_model": {"by": "ann", "at": base.MOMENT},
-        "vram_budget": {"by": "", "at": None},
-    },
-    "label_sources": dict.fromkeys(_LABELS_EXAMPLE, "auto"),
-    "inventory": {"at": base.MOMENT, "error": ""},
-}
 
 
 class NodesView(base.NodeView):
@@ -147,7 +61,6 @@ class NodesView(base.NodeView):
         NODE_SHAPE.many,
         refused=(400,),
         parameters=[*_FILTER_PARAMETERS, *base.PAGE],
-        shown=[_NODE_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """Returns all nodes by name, or those that match the parameters."""
@@ -161,9 +74,7 @@ class NodesView(base.NodeView):
 class NodeDetailView(base.NodeView):
     """`/api/nodes/:id`."""
 
-    @describe(
-        "nodes_read", "Show a node", NODE_DETAIL_SHAPE, refused=(404,), shown=_NODE_EXAMPLE | _DETAIL_EXAMPLE
-    )
+    @describe("nodes_read", "Show a node", NODE_DETAIL_SHAPE, refused=(404,))
     def get(self, request: Request, node_id: str) -> Response:
         """Returns a node as in the list, with the facts from which its status follows."""
         node = node_rows.detail_row(parse_id(node_id))
@@ -177,29 +88,10 @@ class NodeDetailView(base.NodeView):
         return perform_action(request, node_id, actions.REMOVE)
 
 
-_REPLICAS_EXAMPLE = [
-    {
-        "id": "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa",
-        "node_id": base.NODE_ID,
-        "model_name": "minilm",
-        "replica_index": 0,
-        "address": "10.1.0.4:50052",
-        "state": "loaded",
-        "in_flight": 2,
-        "last_used": base.MOMENT,
-        "backend_type": "minilm",
-        "config_revision": "3b1f6a6f6c0b",
-        "effective_options_hash": "a94a8fe5ccb1",
-        "created_at": base.MOMENT,
-        "updated_at": base.MOMENT,
-    }
-]
-
-
 class NodeReplicasView(base.NodeView):
     """`/api/nodes/:id/models`."""
 
-    @describe("nodes_models", "List a node's replicas", REPLICA.many, refused=(404,), shown=_REPLICAS_EXAMPLE)
+    @describe("nodes_models", "List a node's replicas", REPLICA.many, refused=(404,))
     def get(self, request: Request, node_id: str) -> Response:
         """Returns the node's replicas in every state."""
         return Response(replica_rows(base.require_node_id(node_id)))
@@ -208,7 +100,7 @@ class NodeReplicasView(base.NodeView):
 class ReplicasView(base.NodeView):
     """`/api/nodes/models` (R1.61)."""
 
-    @describe("models_list", "List loaded replicas", REPLICA.many, shown=_REPLICAS_EXAMPLE)
+    @describe("models_list", "List loaded replicas", REPLICA.many)
     def get(self, request: Request) -> Response:
         """Returns the loaded replicas on healthy nodes."""
         return Response(
@@ -224,25 +116,11 @@ DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
 EVENTS_SHAPE = Shape(
     "Events",
     "A page of the timeline, newest first; `next_cursor` leads to the older ones, if there are any.",
-    [field("events", EVENT_SHAPE.many), field("next_cursor", {"type": "integer"}, optional=True)],
+    [
+        field("events", EVENT_SHAPE.many),
+        field("next_cursor", {"type": "integer"}, example=4711, optional=True),
+    ],
 )
-_EVENT_EXAMPLE = {
-    "id": 4711,
-    "node_id": base.NODE_ID,
-    "node_name": "gpu-a",
-    "kind": "drained",
-    "at": base.MOMENT,
-    "last_at": base.MOMENT,
-    "count": 1,
-    "actor_kind": "user",
-    "actor": "ann",
-    "cause": "new power supply",
-    "status_before": "healthy",
-    "status_after": "draining",
-    "detail": {"deadline_seconds": 600},
-}
-
-
 _EVENT_PAGE = [
     base.query_parameter(
         "limit", base.integer_schema(1, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE), "How many at most."
@@ -258,12 +136,7 @@ class EventsView(base.NodeView):
     """`/api/nodes/:id/events`."""
 
     @describe(
-        "nodes_events",
-        "Show a node's timeline",
-        EVENTS_SHAPE,
-        refused=(400, 404),
-        parameters=_EVENT_PAGE,
-        shown={"events": [_EVENT_EXAMPLE], "next_cursor": 4711},
+        "nodes_events", "Show a node's timeline", EVENTS_SHAPE, refused=(400, 404), parameters=_EVENT_PAGE
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Returns the events of a node within the retention period, also after its removal."""
@@ -289,25 +162,7 @@ def _known_node_id(id_text: str) -> UUID:
 
 
 _CONFLICTS_PER_PAGE = 100
-_CONFLICT_EXAMPLE = [
-    {
-        "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
-        "node_id": base.NODE_ID,
-        "node_name": "gpu-a",
-        "kind": "secret",
-        "state": "open",
-        "fingerprint": base.EXAMPLE_FINGERPRINT,
-        "source_address": "10.1.0.9",
-        "advertised_address": "10.1.0.9:50051",
-        "node_source_address": "10.1.0.4",
-        "count": 3,
-        "first_at": base.MOMENT,
-        "last_at": base.MOMENT,
-    }
-]
-_describe_conflicts = partial(
-    describe, answer=CONFLICT_SHAPE.many, parameters=base.PAGE, shown=_CONFLICT_EXAMPLE, tag="identity"
-)
+_describe_conflicts = partial(describe, answer=CONFLICT_SHAPE.many, parameters=base.PAGE, tag="identity")
 
 
 class ConflictsView(base.NodeView):

@@ -58,15 +58,15 @@ STRIP_NODE_SHAPE = Shape(
     "OverviewNode",
     "A cell of the strip: the memory of a node, and the mean of its GPUs' utilization.",
     [
-        field("id", UUID_SCHEMA),
-        field("name", TEXT),
-        field("status", NODE_STATUS.ref),
-        field("gpus", count()),
-        field("busy", PERCENT, nullable=True),
-        field("vram_used", BYTES),
-        field("vram_total", BYTES),
-        field("ram_used", BYTES),
-        field("ram_total", BYTES),
+        field("id", UUID_SCHEMA, example=NODE_ID),
+        field("name", TEXT, example="gpu-a"),
+        field("status", NODE_STATUS.ref, example="healthy"),
+        field("gpus", count(), example=1),
+        field("busy", PERCENT, example=87.0, nullable=True),
+        field("vram_used", BYTES, example=5757220864),
+        field("vram_total", BYTES, example=25757220864),
+        field("ram_used", BYTES, example=17108864000),
+        field("ram_total", BYTES, example=67108864000),
     ],
 )
 _PROBLEM_CAUSES = (
@@ -77,31 +77,35 @@ ATTENTION_SHAPE = Shape(
     "Attention",
     "What needs somebody, by cause, with the number of its subjects and the names of some.",
     [
-        field("cause", enum_schema(_PROBLEM_CAUSES)),
-        field("level", enum_schema(("error", "warning"))),
-        field("text", TEXT),
-        field("count", count(1)),
-        field("names", TEXTS, f"At most {MAX_NAMED_SUBJECTS}."),
+        field("cause", enum_schema(_PROBLEM_CAUSES), example="full_disks"),
+        field("level", enum_schema(("error", "warning")), example="error"),
+        field("text", TEXT, example="The models disk is full"),
+        field("count", count(1), example=1),
+        field("names", TEXTS, f"At most {MAX_NAMED_SUBJECTS}.", example=["gpu-a"]),
     ],
 )
 RUNNING_SHAPE = Shape(
     "RunningOperation",
     "An operation that has not ended.",
     [
-        column("id", UUID_SCHEMA, source=text("id")),
-        column("kind", TEXT),
-        column("element", TEXT, "The backend or the model."),
-        column("node_name", TEXT),
-        column("status", enum_schema([status.value for status in ACTIVE])),
-        column("progress", PERCENT),
+        column("id", UUID_SCHEMA, example=JOB_ID, source=text("id")),
+        column("kind", TEXT, example="model_load"),
+        column("element", TEXT, "The backend or the model.", example="minilm"),
+        column("node_name", TEXT, example="gpu-a"),
+        column("status", enum_schema([status.value for status in ACTIVE]), example="processing"),
+        column("progress", PERCENT, example=40.0),
         column(
-            "message", TEXT, "What it does, or what it waits for.", source=Left("message", _MAX_TEXT_LENGTH)
+            "message",
+            TEXT,
+            "What it does, or what it waits for.",
+            example="sending minilm.gguf to gpu-a, file 1 of 2: 40 MiB of 100 MiB, 20 MiB/s, 3 s left",
+            source=Left("message", _MAX_TEXT_LENGTH),
         ),
-        column("current_bytes", BYTES),
-        column("total_bytes", BYTES),
-        column("last_progress_at", TIME, nullable=True),
-        column("time_limit_at", TIME, nullable=True),
-        column("created_at", TIME),
+        column("current_bytes", BYTES, example=41943040),
+        column("total_bytes", BYTES, example=104857600),
+        column("last_progress_at", TIME, example=MOMENT, nullable=True),
+        column("time_limit_at", TIME, example=None, nullable=True),
+        column("created_at", TIME, example=MOMENT),
     ],
 )
 STEP_SHAPE = Shape(
@@ -113,76 +117,31 @@ OVERVIEW_SHAPE = Shape(
     "Overview",
     "The cluster at a glance.",
     [
-        field("at", TIME),
+        field("at", TIME, example=MOMENT),
         field("nodes", STRIP_NODE_SHAPE.many, f"Approved backend nodes by name, at most {MAX_NODES}."),
-        field("node_count", count(), "How many there are."),
+        field("node_count", count(), "How many there are.", example=1),
         field("traffic", figures.TRAFFIC_SHAPE.ref),
         field("attention", ATTENTION_SHAPE.many, "Errors first."),
         field("running", RUNNING_SHAPE.many, f"The newest {MAX_RUNNING_OPERATIONS}."),
-        field("running_count", count(), "How many there are."),
-        field("first_steps", STEP_SHAPE.many, "Empty once there are several nodes."),
+        field("running_count", count(), "How many there are.", example=1),
+        field(
+            "first_steps",
+            STEP_SHAPE.many,
+            "Empty once there are several nodes.",
+            example=[
+                {"id": "add_node", "done": False},
+                {"id": "load_model", "done": True},
+                {"id": "chat", "done": False},
+            ],
+        ),
     ],
 )
-_OVERVIEW_EXAMPLE = {
-    "at": MOMENT,
-    "nodes": [
-        {
-            "id": NODE_ID,
-            "name": "gpu-a",
-            "status": "healthy",
-            "gpus": 1,
-            "busy": 87.0,
-            "vram_used": 5757220864,
-            "vram_total": 25757220864,
-            "ram_used": 17108864000,
-            "ram_total": 67108864000,
-        }
-    ],
-    "node_count": 1,
-    "traffic": {
-        "requests_per_second": 3.5,
-        "errors_per_second": 0.0,
-        "tokens_per_second": 812.4,
-        "first_token_seconds": 0.21,
-    },
-    "attention": [
-        {
-            "cause": "full_disks",
-            "level": "error",
-            "text": "The models disk is full",
-            "count": 1,
-            "names": ["gpu-a"],
-        }
-    ],
-    "running": [
-        {
-            "id": JOB_ID,
-            "kind": "model_load",
-            "element": "minilm",
-            "node_name": "gpu-a",
-            "status": "processing",
-            "progress": 40.0,
-            "message": "sending minilm.gguf to gpu-a, file 1 of 2: 40 MiB of 100 MiB, 20 MiB/s, 3 s left",
-            "current_bytes": 41943040,
-            "total_bytes": 104857600,
-            "last_progress_at": MOMENT,
-            "time_limit_at": None,
-            "created_at": MOMENT,
-        }
-    ],
-    "running_count": 1,
-    "first_steps": [
-        {"id": "add_node", "done": False},
-        {"id": "load_model", "done": True},
-        {"id": "chat", "done": False},
-    ],
-}
 
 
 class OverviewView(NodeView):
     """`/api/overview`."""
 
-    @describe("overview_read", "Show the cluster at a glance", OVERVIEW_SHAPE, shown=_OVERVIEW_EXAMPLE)
+    @describe("overview_read", "Show the cluster at a glance", OVERVIEW_SHAPE)
     def get(self, request: Request) -> Response:
         """Returns the nodes, requests, problems, running operations, and the first steps of a new cluster."""
         now = clock.now()

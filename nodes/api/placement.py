@@ -12,7 +12,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe, request_example, response_example
 from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
-from nodes.api.base import JOB_ID, MODEL_PATH, MOMENT, NODE_ID
+from nodes.api.base import MODEL_PATH
 from nodes.api.models import MAX_MODEL_LENGTH, MAX_REPLICAS, ModelName, check_model_name
 from nodes.api.scheduling import SchedulingRoute, SchedulingRuleRequestSerializer
 from nodes.definitions.files import UnusableDefinition, parse_definition
@@ -34,147 +34,13 @@ PLAN_PATH = "/api/placement/plan"
 """Path of the route for plans, whose body may contain the header of a model's file."""
 MAX_BODY_BYTES = _MAX_BASE64_LENGTH + 1024 * 1024
 """Maximum bytes of the body of the route for plans."""
-_REPLICA_ID_EXAMPLE = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
-_SENTENCE_EXAMPLE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
-_TERMS_EXAMPLE = {
-    "failures": 0,
-    "shared": False,
-    "has_memory": True,
-    "busy": False,
-    "in_flight": 0,
-    "memory": 21474836480,
-}
-_DECISION_EXAMPLE = {
-    "outcome": "placed",
-    "reason": _SENTENCE_EXAMPLE,
-    "node_id": NODE_ID,
-    "node": "a",
-    "replica_index": 0,
-    "need": {
-        "vram": 8589934592,
-        "vram_required": False,
-        "disk": 9663676416,
-        "disk_required": True,
-        "source": "learned",
-        "readings": 3,
-        "learned_at": "2026-11-27T09:12:44.125301+00:00",
-    },
-    "selector": "the selector of model minilm: tier=fast",
-    "nodes": {"considered": 3, "feasible": 2},
-    "refused": [{"code": "full", "reason": "no free slot for this model", "count": 1}],
-    "best": [
-        {"node_id": NODE_ID, "node": "a", "replica_index": 0, "terms": _TERMS_EXAMPLE},
-        {
-            "node_id": "0f7d3f0e-58b6-4c9e-b7d7-3c1a3a0e8a55",
-            "node": "b",
-            "replica_index": 0,
-            "terms": _TERMS_EXAMPLE | {"memory": 12884901888},
-            "against": "less VRAM free: 12.0 GiB against 20.0 GiB on a",
-        },
-    ],
-    "misses": [
-        {
-            "node_id": "a2b1c7d4-2f0e-4a7b-9a59-6b8f2e1d0c33",
-            "node": "c",
-            "code": "full",
-            "reason": "no free slot for this model",
-            "free_vram": 4294967296,
-            "available_disk": 107374182400,
-            "total_disk": 214748364800,
-            "replicas": 1,
-            "slots": 1,
-            "in_flight": 2,
-        }
-    ],
-    "evicts": [],
-}
-_MEMORY_EXAMPLE = {
-    "says": "fits on a (needs 8.0 of 20.0 GiB: weights 7.2, context 0.4, backend 0.4);"
-    " on b with 4k context: 0.2 GiB missing for all of it",
-    "terms": {"weights": 7730941132, "context": 429496729, "backend": 429496729},
-    "context": 8192,
-    "considered": 2,
-    "nodes": [
-        {
-            "node_id": NODE_ID,
-            "node": "a",
-            "verdict": "fits",
-            "needed": 8589934592,
-            "usable": 21474836480,
-            "missing": 0,
-            "context": 0,
-            "unload": [],
-            "reason": "",
-            "says": "fits on a (needs 8.0 of 20.0 GiB)",
-        }
-    ],
-}
-_RULE_PLAN_EXAMPLE = {
-    "rule": {
-        "model_name": "minilm",
-        "node_selector": {},
-        "min_replicas": 2,
-        "max_replicas": 0,
-        "spread_all": False,
-    },
-    "replicas_now": 1,
-    "loading": 0,
-    "wanted": 2,
-    "says": "2 wanted, 1 running, 0 loading: starting 1",
-    "waits_until": None,
-    "loads": [{"node": "a", "why": _SENTENCE_EXAMPLE}],
-    "left_out": 0,
-    "retires": [],
-    "unsatisfiable": None,
-    "misses": [],
-}
-_EXPLANATION_EXAMPLE = {
-    "model": "minilm",
-    "defined": True,
-    "replicas": [
-        {
-            "id": _REPLICA_ID_EXAMPLE,
-            "node_id": NODE_ID,
-            "node": "a",
-            "node_status": "healthy",
-            "replica_index": 0,
-            "state": "loaded",
-            "in_flight": 2,
-            "since": MOMENT,
-            "last_used": MOMENT,
-        }
-    ],
-    "records": [
-        {
-            "id": 7,
-            "kind": "placement",
-            "operation_id": JOB_ID,
-            "at": MOMENT,
-            "last_at": MOMENT,
-            **_DECISION_EXAMPLE,
-        }
-    ],
-    "next": {
-        "action": "route",
-        "says": "it is sent to replica 0 on a; requests there: 2",
-        "replica_id": _REPLICA_ID_EXAMPLE,
-        "operation_id": None,
-        "placement": _DECISION_EXAMPLE,
-        "memory": _MEMORY_EXAMPLE,
-    },
-}
 
 
 class ExplainView(SchedulingRoute):
     """`/api/models/:model/explain`."""
 
     @describe(
-        "models_explain",
-        "Explain where a model runs",
-        EXPLAINED,
-        refused=(404, 503),
-        parameters=[MODEL_PATH],
-        shown=_EXPLANATION_EXAMPLE,
+        "models_explain", "Explain where a model runs", EXPLAINED, refused=(404, 503), parameters=[MODEL_PATH]
     )
     def get(self, request: Request, model: str) -> Response:
         """Returns the model's replicas, its latest decisions, and what the next request would find.
@@ -302,16 +168,10 @@ class PlanView(SchedulingRoute):
         refused=(400, 413, 503),
         body=PlacementPlanRequestSerializer,
         sent={"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]},
-        shown={
-            "model": "minilm",
-            "wanted": 2,
-            "placed": 1,
-            "decisions": [{"replica": 1, "hypothetical": False, **_DECISION_EXAMPLE}],
-            "memory": _MEMORY_EXAMPLE,
-        },
+        shown=PLAN.example,
         examples=[
             request_example({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
-            response_example(_RULE_PLAN_EXAMPLE, name="What the rule would do"),
+            response_example(RULE_PLAN.example, name="What the rule would do"),
         ],
     )
     def post(self, request: Request) -> Response:
@@ -347,28 +207,6 @@ def make_plan(body: dict[str, Any], now: datetime) -> Row:
     return load_explanation.plan(plan_request, now)
 
 
-_FULL_REASON_EXAMPLE = "no free slot for this model"
-_FIT_EXAMPLE = {
-    "model": "minilm",
-    "nodes": [{"node_id": NODE_ID, "reason": _FULL_REASON_EXAMPLE, "enough_vram": True}],
-    "placement": {
-        "outcome": "waiting",
-        "reason": f"no node can take it: 1 {_FULL_REASON_EXAMPLE}",
-        "node_id": None,
-        "node": None,
-        "replica_index": None,
-        "need": {"vram": 8589934592, "vram_required": False, "disk": 0, "disk_required": True},
-        "selector": "",
-        "nodes": {"considered": 1, "feasible": 0},
-        "refused": [{"code": "full", "reason": _FULL_REASON_EXAMPLE, "count": 1}],
-        "best": [],
-        "misses": [],
-        "evicts": [],
-    },
-    "memory": _MEMORY_EXAMPLE,
-}
-
-
 class FitView(SchedulingRoute):
     """`/api/placement/fit/:model`."""
 
@@ -378,7 +216,6 @@ class FitView(SchedulingRoute):
         reason_shapes.FIT,
         refused=(404, 503),
         parameters=[MODEL_PATH],
-        shown=_FIT_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
         """Returns why each node cannot take one more replica, and which node placement would choose.
@@ -402,26 +239,16 @@ class FitRequestSerializer(NullIsAbsent):
         return list(dict.fromkeys(check_model_name(name) for name in model_names))
 
 
-_FIT_SUMMARY_EXAMPLE = {
-    "model": "minilm",
-    "defined": True,
-    "fitting": 1,
-    "possible": 2,
-    "says": _MEMORY_EXAMPLE["says"],
-}
-
-
 class FitsView(SchedulingRoute):
     """`/api/placement/fit`."""
 
     @describe(
         "placement_fits",
         "Show where many models fit",
-        reason_shapes.FIT_SUMMARIES,
+        fit_summaries.FIT_SUMMARIES,
         refused=(400, 503),
         body=FitRequestSerializer,
         sent={"models": ["minilm"]},
-        shown={"models": [_FIT_SUMMARY_EXAMPLE]},
     )
     def post(self, request: Request) -> Response:
         """Returns how many nodes could take one more replica of each model, for one page of a list."""

@@ -226,11 +226,11 @@ REGISTERED_SHAPE = Shape(
     "now on. Only an approved node gets credentials for the message bus, new ones each time; "
     "`nats_url` is where they are good. `api_token` goes to an approved agent, this once.",
     [
-        field("id", UUID),
-        field("name", TEXT),
-        field("node_type", NODE_TYPE_SCHEMA.ref),
-        field("status", NODE_STATUS.ref),
-        field("created_at", TIME),
+        field("id", UUID, example="ef9b4900-b105-4cad-8a02-3033fa0df092"),
+        field("name", TEXT, example="w1"),
+        field("node_type", NODE_TYPE_SCHEMA.ref, example="backend"),
+        field("status", NODE_STATUS.ref, example="pending"),
+        field("created_at", TIME, example="2026-11-21T00:09:05.820188Z"),
         field("fingerprint", {"type": "string", "pattern": "^[0-9a-f]{64}$"}, optional=True),
         field("api_token", {"type": "string", "pattern": "^lai-[0-9a-f]{64}$"}, optional=True),
         field("nats_jwt", TEXT, optional=True),
@@ -420,13 +420,6 @@ async def _check_token(token: str, offered: str, address: str) -> None:
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
 
-_NODE_EXAMPLE = {
-    "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
-    "name": "w1",
-    "node_type": "backend",
-    "status": "pending",
-    "created_at": "2026-11-21T00:09:05.820188Z",
-}
 _AGENT_EXAMPLE = {
     "name": "agent-1",
     "node_type": "agent",
@@ -459,12 +452,12 @@ class RegistrationDescription(APIView):
         refused=(400, 409, 413, 429),
         body=RegistrationSerializer,
         parameters=[worker_routes.SECRET_PARAMETER, worker_routes.INSTANCE_PARAMETER],
-        shown=_NODE_EXAMPLE,
+        shown=REGISTERED_SHAPE.example,
         examples=[
             request_example(WORKER_EXAMPLE, "A worker without a GPU"),
             request_example(WORKER_EXAMPLE | _RUNNING_FIELDS, "Our worker, with what it runs"),
             request_example(_AGENT, "An agent"),
-            response_example(_NODE_EXAMPLE | _AGENT_EXAMPLE, "201", "approved agent"),
+            response_example(REGISTERED_SHAPE.example | _AGENT_EXAMPLE, "201", "approved agent"),
             response_example(_NESTED_EXAMPLE, "401", "answer"),
         ],
     )

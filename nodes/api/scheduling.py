@@ -12,28 +12,11 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
-from nodes.api.base import MODEL_PATH, MOMENT, NodeView
+from nodes.api.base import MODEL_PATH, NodeView
 from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling import store
 from nodes.scheduling.rules import MAX_MODEL_LENGTH, MAX_REPLICAS, MAX_THRESHOLD, ROUTE_POLICIES, Rule
 
-_RULE_EXAMPLE = {
-    "id": "5f0f5b3e-52a4-4a47-8d52-0c9a3c1d7e11",
-    "model_name": "minilm",
-    "node_selector": '{"tier":"fast"}',
-    "min_replicas": 1,
-    "max_replicas": 2,
-    "unsatisfiable_ticks": 0,
-    "state": {
-        "wanted": 1,
-        "current": 0,
-        "loading": 0,
-        "reason": "1 wanted, 0 running, 0 loading: starting 1",
-        "at": MOMENT,
-    },
-    "created_at": MOMENT,
-    "updated_at": MOMENT,
-}
 _COUNT = {"minimum": 0, "maximum": MAX_REPLICAS, "default": 0}
 _THRESHOLD = {"minimum": 0, "maximum": MAX_THRESHOLD}
 """Bounds of fields that `rules.check_rule` checks, for the API document."""
@@ -88,7 +71,7 @@ class SchedulingRoute(NodeView):
 class SchedulingRulesView(SchedulingRoute):
     """`/api/nodes/scheduling`."""
 
-    @describe("scheduling_rules", "List scheduling rules", store.RULE_SHAPE.many, shown=[_RULE_EXAMPLE])
+    @describe("scheduling_rules", "List scheduling rules", store.RULE_SHAPE.many)
     def get(self, request: Request) -> Response:
         """Returns all scheduling rules by model name."""
         return Response(store.serialize_rules(ModelSchedulingConfig.objects.all()))
@@ -105,7 +88,6 @@ class SchedulingRulesView(SchedulingRoute):
             "min_replicas": 1,
             "max_replicas": 2,
         },
-        shown=_RULE_EXAMPLE,
     )
     def post(self, request: Request) -> Response:
         """Sets a model's rule and returns it as stored. A cooldown of the rule continues."""
@@ -122,7 +104,6 @@ class SchedulingRuleView(SchedulingRoute):
         store.RULE_SHAPE,
         refused=(404,),
         parameters=[MODEL_PATH],
-        shown=_RULE_EXAMPLE,
     )
     def get(self, request: Request, model: str) -> Response:
         """Returns the model's rule; 404 if the model has none."""

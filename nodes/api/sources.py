@@ -38,62 +38,15 @@ CATALOGUE_SHAPE = Shape(
     "A page of what the galleries of models offer.",
     [
         field("models", catalogue.ENTRY.many),
-        field("total", count(), "Of those that match."),
-        field("page", count(1)),
-        field("items", count(1)),
-        field("tasks", TEXTS, "Of all entries."),
-        field("licences", TEXTS, "Of all entries."),
-        field("galleries", TEXTS),
-        field("gallery_errors", GALLERY_ERROR_SHAPE.many),
+        field("total", count(), "Of those that match.", example=1),
+        field("page", count(1), example=1),
+        field("items", count(1), example=DEFAULT_PAGE_SIZE),
+        field("tasks", TEXTS, "Of all entries.", example=["chat"]),
+        field("licences", TEXTS, "Of all entries.", example=["apache-2.0"]),
+        field("galleries", TEXTS, example=["localai"]),
+        field("gallery_errors", GALLERY_ERROR_SHAPE.many, example=[]),
     ],
 )
-_NODE_FIT_EXAMPLE = {
-    "node_id": base.NODE_ID,
-    "node_name": "gpu-a",
-    "fits": True,
-    "reason": "fits on gpu-a (needs 1.9 of 20.0 GiB)",
-}
-_VARIANT_EXAMPLE = {
-    "id": "Q4_K_M",
-    "label": "Q4_K_M",
-    "quantization": "Q4_K_M",
-    "size": 1117320736,
-    "files": [{"path": "qwen2.5-1.5b-instruct-q4_k_m.gguf", "size": 1117320736}],
-    "licence": "apache-2.0",
-    "gated": False,
-    "recommended": True,
-    "context_size": 32768,
-    "fit": {"fits": True, "summary": "fits on gpu-a (needs 1.9 of 20.0 GiB)", "nodes": [_NODE_FIT_EXAMPLE]},
-}
-_INSPECTION_EXAMPLE = {
-    "kind": "huggingface",
-    "title": "Qwen/Qwen2.5-1.5B-Instruct-GGUF",
-    "description": "",
-    "licence": "apache-2.0",
-    "gated": False,
-    "urls": ["https://huggingface.co/Qwen/Qwen2.5-1.5B-Instruct-GGUF"],
-    "icon": "",
-    "commit": "91cad51170dc346986eccefdc2dd33a9da36ead9",
-    "name": "Qwen2.5-1.5B-Instruct",
-    "task": "chat",
-    "variants": [_VARIANT_EXAMPLE],
-    "candidates": [],
-    "problem": "",
-}
-_ENTRY_EXAMPLE = {
-    "id": "localai@qwen2.5-1.5b-instruct",
-    "name": "qwen2.5-1.5b-instruct",
-    "gallery": "localai",
-    "description": "A small model that chats.",
-    "icon": "",
-    "licence": "apache-2.0",
-    "tags": ["llm", "gguf"],
-    "task": "chat",
-    "size": 1117320736,
-    "installed": False,
-    "jobID": "",
-    "fits": True,
-}
 _SEARCH_SCHEMA = base.text_schema(MAX_SEARCH_LENGTH)
 _CATALOGUE = [
     base.query_parameter(
@@ -155,7 +108,6 @@ class InspectView(_SourceView):
         refused=(400, 404, 413, 502),
         body=InspectSerializer,
         sent={"text": "Qwen/Qwen2.5-1.5B-Instruct-GGUF"},
-        shown=_INSPECTION_EXAMPLE,
     )
     def post(self, request: Request) -> Response:
         """Finds the model that the text identifies, and reads at most 16 MiB of its file; nothing is saved.
@@ -234,16 +186,6 @@ class CatalogueView(_SourceView):
         CATALOGUE_SHAPE,
         refused=(400,),
         parameters=_CATALOGUE,
-        shown={
-            "models": [_ENTRY_EXAMPLE],
-            "total": 1,
-            "page": 1,
-            "items": DEFAULT_PAGE_SIZE,
-            "tasks": ["chat"],
-            "licences": ["apache-2.0"],
-            "galleries": ["localai"],
-            "gallery_errors": [],
-        },
     )
     def get(self, request: Request) -> Response:
         """Returns the models of the galleries, read at most once a minute; 503 if none can be read."""

@@ -30,100 +30,94 @@ from nodes.models import BackendNode, NodeModel, NodeType
 from nodes.scheduling import store
 
 LOADED_MODEL_SHAPE = Shape(
-    "LoadedModel", "A model that a node serves.", [field("id", TEXT), field("backend", TEXT, optional=True)]
+    "LoadedModel",
+    "A model that a node serves.",
+    [field("id", TEXT, example="m"), field("backend", TEXT, example="minilm", optional=True)],
 )
 SYSTEM_SHAPE = Shape(
     "System",
     "Backends of all nodes, and the models that are loaded.",
-    [field("backends", TEXTS), field("loaded_models", LOADED_MODEL_SHAPE.many)],
+    [field("backends", TEXTS, example=["minilm"]), field("loaded_models", LOADED_MODEL_SHAPE.many)],
 )
 GPU_USE_SHAPE = Shape(
     "GpuUse",
     "A GPU of a node; all GPUs of a node whose worker tells only their sum.",
     [
-        field("index", count(), "Its place in this list."),
-        field("name", TEXT, "With its node."),
-        field("vendor", TEXT),
-        field("total_vram", BYTES),
-        field("used_vram", BYTES),
-        field("free_vram", BYTES),
-        field("usage_percent", NUMBER),
+        field("index", count(), "Its place in this list.", example=0),
+        field("name", TEXT, "With its node.", example="NVIDIA L4 on gpu-a"),
+        field("vendor", TEXT, example="nvidia"),
+        field("total_vram", BYTES, example=25769803776),
+        field("used_vram", BYTES, example=4294967296),
+        field("free_vram", BYTES, example=21474836480),
+        field("usage_percent", NUMBER, example=16.7),
     ],
 )
 RAM_USE_SHAPE = Shape(
     "RamUse",
     "Main memory of all nodes.",
     [
-        field("total", BYTES),
-        field("used", BYTES),
-        field("free", BYTES),
-        field("available", BYTES),
-        field("usage_percent", NUMBER),
+        field("total", BYTES, example=68719476736),
+        field("used", BYTES, example=17179869184),
+        field("free", BYTES, example=51539607552),
+        field("available", BYTES, example=51539607552),
+        field("usage_percent", NUMBER, example=25.0),
     ],
 )
 MEMORY_SUM_SHAPE = Shape(
     "MemorySum",
     "GPU memory of all nodes, main memory where there is none.",
     [
-        field("total_memory", BYTES),
-        field("used_memory", BYTES),
-        field("free_memory", BYTES),
-        field("usage_percent", NUMBER),
-        field("gpu_count", count()),
+        field("total_memory", BYTES, example=25769803776),
+        field("used_memory", BYTES, example=4294967296),
+        field("free_memory", BYTES, example=21474836480),
+        field("usage_percent", NUMBER, example=16.7),
+        field("gpu_count", count(), example=1),
     ],
 )
 RESOURCES_SHAPE = Shape(
     "Resources",
     "Memory of the healthy nodes. There is no reclaimer: its fields say so.",
     [
-        field("type", {"type": "string", "enum": ["gpu", "ram"]}),
-        field("available", FLAG, "Any node tells its memory."),
+        field("type", {"type": "string", "enum": ["gpu", "ram"]}, example="gpu"),
+        field("available", FLAG, "Any node tells its memory.", example=True),
         field("gpus", GPU_USE_SHAPE.many, nullable=True),
         field("ram", RAM_USE_SHAPE.ref, nullable=True),
         field("aggregate", MEMORY_SUM_SHAPE.ref),
-        field("storage_size", BYTES, "Files of the defined models."),
-        field("reclaimer_enabled", FLAG),
-        field("reclaimer_threshold", NUMBER),
-        field("watchdog_interval", TEXT),
+        field("storage_size", BYTES, "Files of the defined models.", example=4831838208),
+        field("reclaimer_enabled", FLAG, example=False),
+        field("reclaimer_threshold", NUMBER, example=0),
+        field("watchdog_interval", TEXT, example="0s"),
     ],
 )
 RELOADED_SHAPE = Shape(
     "ModelsReloaded",
     "The definitions were read again.",
     [
-        field("success", FLAG),
-        field("message", TEXT),
-        field("pending_cleanup", count(), "Always 0: replicas of former definitions end by themselves."),
+        field("success", FLAG, example=True),
+        field("message", TEXT, example="2 models are defined"),
+        field(
+            "pending_cleanup",
+            count(),
+            "Always 0: replicas of former definitions end by themselves.",
+            example=0,
+        ),
     ],
 )
-CHANGED_SHAPE = Shape("ModelChanged", "What was done.", [field("success", FLAG), field("message", TEXT)])
+CHANGED_SHAPE = Shape(
+    "ModelChanged",
+    "What was done.",
+    [
+        field("success", FLAG, example=True),
+        field("message", TEXT, example="model m keeps at least one replica"),
+    ],
+)
 _MODEL_PARAMETER = OpenApiParameter("model", str, OpenApiParameter.PATH)
-_MEMORY_EXAMPLE = {"total_memory": 25769803776, "used_memory": 4294967296, "free_memory": 21474836480}
-_RAM_EXAMPLE = {"total": 68719476736, "used": 17179869184, "free": 51539607552, "available": 51539607552}
-_GPU_EXAMPLE = {"index": 0, "name": "NVIDIA L4 on gpu-a", "vendor": "nvidia", "total_vram": 25769803776}
-_RESOURCES_EXAMPLE = {
-    "type": "gpu",
-    "available": True,
-    "gpus": [_GPU_EXAMPLE | {"used_vram": 4294967296, "free_vram": 21474836480, "usage_percent": 16.7}],
-    "ram": _RAM_EXAMPLE | {"usage_percent": 25.0},
-    "aggregate": _MEMORY_EXAMPLE | {"usage_percent": 16.7, "gpu_count": 1},
-    "storage_size": 4831838208,
-    "reclaimer_enabled": False,
-    "reclaimer_threshold": 0,
-    "watchdog_interval": "0s",
-}
 
 
 class SystemView(APIView):
     """`/system`."""
 
-    @describe(
-        "system",
-        "List backends and loaded models",
-        SYSTEM_SHAPE,
-        shown={"backends": ["minilm"], "loaded_models": [{"id": "m", "backend": "minilm"}]},
-        tag="nodes",
-    )
+    @describe("system", "List backends and loaded models", SYSTEM_SHAPE, tag="nodes")
     def get(self, request: Request) -> Response:
         """Returns the backends of approved nodes and the loaded models, each name once."""
         backends = sorted({entry.name for entry in catalogue.installed()})
@@ -136,9 +130,7 @@ class SystemView(APIView):
 class ResourcesView(APIView):
     """`/api/resources`."""
 
-    @describe(
-        "resources", "Show the memory of the cluster", RESOURCES_SHAPE, shown=_RESOURCES_EXAMPLE, tag="nodes"
-    )
+    @describe("resources", "Show the memory of the cluster", RESOURCES_SHAPE, tag="nodes")
     def get(self, request: Request) -> Response:
         """Returns the memory that the last heartbeats of the healthy nodes report."""
         nodes = list(
@@ -296,7 +288,6 @@ class PinView(_DefinitionView):
             _MODEL_PARAMETER,
             OpenApiParameter("action", str, OpenApiParameter.PATH, enum=["pin", "unpin"]),
         ],
-        shown={"success": True, "message": "model m keeps at least one replica"},
         tag="scheduling",
     )
     def put(self, request: Request, model: str, action: str) -> Response:
@@ -312,12 +303,15 @@ class PinView(_DefinitionView):
 REMOVAL_JOB_SHAPE = Shape(
     "ModelRemovalJob",
     "The operation that deletes the model.",
-    [field("uuid", UUID), field("status", TEXT, "Address of its state.")],
+    [
+        field("uuid", UUID, example=JOB_ID),
+        field("status", TEXT, "Address of its state.", example=f"https://cluster/models/jobs/{JOB_ID}"),
+    ],
 )
 REMOVAL_STARTED_SHAPE = Shape(
     "ModelRemovalStarted",
     "The operation that deletes the model.",
-    [field("jobID", UUID), field("message", TEXT)],
+    [field("jobID", UUID, example=JOB_ID), field("message", TEXT, example="the definition is being deleted")],
 )
 
 
@@ -330,7 +324,6 @@ class StockDeleteView(_DefinitionView):
         REMOVAL_JOB_SHAPE,
         refused=(404, 409),
         parameters=[_MODEL_PARAMETER],
-        shown={"uuid": JOB_ID, "status": f"https://cluster/models/jobs/{JOB_ID}"},
     )
     def post(self, request: Request, model: str) -> Response:
         """Unloads the model, deletes its stored definition, and the files that no other definition names.
@@ -352,7 +345,6 @@ class StockDeleteByIdView(_DefinitionView):
         REMOVAL_STARTED_SHAPE,
         refused=(404, 409),
         parameters=[_MODEL_PARAMETER],
-        shown={"jobID": JOB_ID, "message": "the definition is being deleted"},
     )
     def post(self, request: Request, model: str) -> Response:
         """Deletes the model like `/models/delete`; a gallery's name before `@` is ignored."""
@@ -363,13 +355,7 @@ class StockDeleteByIdView(_DefinitionView):
 class ReloadView(_DefinitionView):
     """`/models/reload`."""
 
-    @describe(
-        "models_reload",
-        "Read the models folder again",
-        RELOADED_SHAPE,
-        shown={"success": True, "message": "2 models are defined", "pending_cleanup": 0},
-        tag="nodes",
-    )
+    @describe("models_reload", "Read the models folder again", RELOADED_SHAPE, tag="nodes")
     def post(self, request: Request) -> Response:
         """Reads the definitions again in this web process; the other processes do so within a few seconds."""
         number = len(async_to_sync(folder.folder().reload)())

@@ -47,14 +47,6 @@ RENEW_AFTER = timedelta(seconds=60)
 """Age after which `read_at` of an unchanged gallery copy is updated."""
 
 
-@dataclass(frozen=True)
-class CopiedIndex:
-    """The entries of a stored copy of a gallery index, and the time when the gallery was read."""
-
-    entries: Sequence[gallery_index.GalleryEntry]
-    read_at: datetime
-
-
 def store_copy(gallery: Gallery, text: bytes, *, now: datetime) -> None:
     """Store an index that was read successfully; at most one query and one write."""
     if not _has_copy(gallery):
@@ -72,13 +64,13 @@ def store_copy(gallery: Gallery, text: bytes, *, now: datetime) -> None:
     )
 
 
-def last_good_copy(gallery: Gallery) -> CopiedIndex | None:
-    """Return the last good copy of a gallery; None if there is none."""
+def last_good_copy(gallery: Gallery) -> tuple[Sequence[GalleryEntry], datetime] | None:
+    """Return the entries of the last good copy of a gallery, and when it was read; None without a copy."""
     row = GalleryCopy.objects.filter(pk=_key(gallery)).first() if _has_copy(gallery) else None
     if row is None:
         return None
     try:
-        return CopiedIndex(gallery_index.parse(zlib.decompress(row.text), gallery), row.read_at)
+        return gallery_index.parse(zlib.decompress(row.text), gallery), row.read_at
     except (zlib.error, gallery_index.GalleryUnreadable):
         return None  # written by a version with other limits
 
@@ -108,13 +100,13 @@ WHERE = shapes.Shape(
     "Where",
     "A node on which a backend is installed.",
     [
-        shapes.column("node_id", shapes.UUID),
-        shapes.column("node_name", shapes.TEXT, source=F("node__name")),
-        shapes.column("node_status", NODE_STATUS.ref, source=F("node__status")),
-        shapes.column("version", shapes.TEXT, optional=True),
+        shapes.column("node_id", shapes.UUID, example=shapes.EXAMPLE_NODE_ID),
+        shapes.column("node_name", shapes.TEXT, example="gpu-a", source=F("node__name")),
+        shapes.column("node_status", NODE_STATUS.ref, example="healthy", source=F("node__status")),
+        shapes.column("version", shapes.TEXT, example="1.0.0", optional=True),
         shapes.column("digest", shapes.TEXT, optional=True),
         shapes.column("uri", shapes.TEXT, optional=True),
-        shapes.column("installed_at", shapes.TEXT, optional=True),
+        shapes.column("installed_at", shapes.TEXT, example="2026-08-20T09:12:44Z", optional=True),
         shapes.column("alias", shapes.TEXT, "Another name that starts it.", optional=True),
         shapes.column("size", shapes.BYTES, "Of its files.", optional=True),
         shapes.field("from_address", shapes.FLAG, "Installed by an address: no upgrades.", optional=True),
@@ -124,39 +116,42 @@ VARIANT = shapes.Shape(
     "BackendVariant",
     "The build that nodes with one capability install.",
     [
-        shapes.field("capability", shapes.TEXT),
-        shapes.field("build", shapes.TEXT),
-        shapes.field("reason", shapes.TEXT, "Why this build."),
+        shapes.field("capability", shapes.TEXT, example="default"),
+        shapes.field("build", shapes.TEXT, example="minilm"),
+        shapes.field("reason", shapes.TEXT, "Why this build.", example="named for no hardware"),
     ],
 )
 ENTRY = shapes.Shape(
     "CatalogueEntry",
     "One entry of a gallery (§4.1).",
     [
-        shapes.field("id", shapes.TEXT, "`gallery@name`."),
-        shapes.field("name", shapes.TEXT),
-        shapes.field("description", shapes.TEXT, "Markdown."),
-        shapes.field("icon", shapes.TEXT),
-        shapes.field("license", shapes.TEXT),
-        shapes.field("urls", shapes.TEXTS),
-        shapes.field("tags", shapes.TEXTS),
-        shapes.field("gallery", shapes.TEXT),
-        shapes.field("version", shapes.TEXT, "The gallery's."),
-        shapes.field("installed", shapes.FLAG, "On any approved node."),
+        shapes.field("id", shapes.TEXT, "`gallery@name`.", example="local@minilm"),
+        shapes.field("name", shapes.TEXT, example="minilm"),
+        shapes.field("description", shapes.TEXT, "Markdown.", example="Sentence embeddings."),
+        shapes.field("icon", shapes.TEXT, example=""),
+        shapes.field("license", shapes.TEXT, example="MIT"),
+        shapes.field("urls", shapes.TEXTS, example=[]),
+        shapes.field("tags", shapes.TEXTS, example=["embeddings"]),
+        shapes.field("gallery", shapes.TEXT, example="local"),
+        shapes.field("version", shapes.TEXT, "The gallery's.", example="1.0.0"),
+        shapes.field("installed", shapes.FLAG, "On any approved node.", example=True),
         shapes.field("nodes", WHERE.many),
-        shapes.field("processing", shapes.FLAG, "An operation on it waits or runs."),
-        shapes.field("jobID", shapes.TEXT, "That operation; empty if there is none."),
-        shapes.field("isDeletion", shapes.FLAG),
-        shapes.field("isMeta", shapes.FLAG, "It chooses the build that fits a node."),
-        shapes.field("isAlias", shapes.FLAG, "A build that such an entry may choose."),
-        shapes.field("isDevelopment", shapes.FLAG),
+        shapes.field("processing", shapes.FLAG, "An operation on it waits or runs.", example=True),
+        shapes.field(
+            "jobID", shapes.TEXT, "That operation; empty if there is none.", example=shapes.EXAMPLE_JOB_ID
+        ),
+        shapes.field("isDeletion", shapes.FLAG, example=False),
+        shapes.field("isMeta", shapes.FLAG, "It chooses the build that fits a node.", example=False),
+        shapes.field("isAlias", shapes.FLAG, "A build that such an entry may choose.", example=False),
+        shapes.field("isDevelopment", shapes.FLAG, example=False),
         shapes.field(
             "capabilities",
             shapes.mapping_schema(shapes.TEXT),
             "Capability to the name of a build.",
+            example=None,
             nullable=True,
         ),
-        shapes.field("metaBackendFor", shapes.TEXT, "The entry that may choose this one."),
+        shapes.field("metaBackendFor", shapes.TEXT, "The entry that may choose this one.", example=""),
         shapes.field("variants", VARIANT.many, "By capability of healthy nodes; others run none."),
     ],
 )
@@ -281,8 +276,8 @@ def combine(readings: Sequence[GalleryReading], *, now: datetime) -> Offer:
         problems[name] = index
         copy = last_good_copy(gallery)
         if copy is not None:
-            builds += copy.entries
-            copied_at[name] = copy.read_at
+            entries, copied_at[name] = copy
+            builds += entries
     return Offer(builds, problems, copied_at)
 
 

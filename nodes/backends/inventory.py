@@ -88,24 +88,14 @@ _MAX_SIZE = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class InventoryRequest:
-    """A request for a node's list: its worker process, and the due time when the request was created."""
-
-    id: UUID
-    name: str
-    instance: str
-    stock: bool
-    due_at: datetime | None
-
-    def __str__(self) -> str:
-        return f"inventory of {self.name}"
-
-
-@dataclass(frozen=True)
 class InventoryReply:
-    """A worker's reply, and the time when its request was sent."""
+    """A worker's reply, and the time when its request was sent.
 
-    asked: InventoryRequest
+    `asked` is the node as it was read for the request: if another caller has changed the due time since, the
+    changed time stays, so the node is queried again.
+    """
+
+    asked: BackendNode
     listed: Sequence[InstalledBackend]
     asked_at: datetime
 
@@ -115,16 +105,7 @@ def contactable_nodes() -> BackendNodeQuerySet:
     return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
 
 
-def unscheduled_request(node: BackendNode) -> InventoryRequest:
-    """Create a request for one node outside the schedule.
-
-    If another caller changes the due time after the read, the changed time stays, so the node is queried
-    again.
-    """
-    return InventoryRequest(node.id, node.name, node.instance, node.weak_identity, node.inventory_due_at)
-
-
-def claim(limit: int, *, now: datetime) -> list[InventoryRequest]:
+def claim(limit: int, *, now: datetime) -> list[BackendNode]:
     """Claim at most `limit` due nodes for this caller alone, the longest overdue first."""
     due = contactable_nodes().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
     until = now + timedelta(seconds=_CLAIM_SECONDS)
@@ -132,7 +113,9 @@ def claim(limit: int, *, now: datetime) -> list[InventoryRequest]:
     nodes = claim_rows(
         longest_overdue.only("id", "name", "instance", "weak_identity"), limit=limit, inventory_due_at=until
     )
-    return [InventoryRequest(node.id, node.name, node.instance, node.weak_identity, until) for node in nodes]
+    for node in nodes:
+        node.inventory_due_at = until
+    return nodes
 
 
 def next_due(*, now: datetime) -> float:
@@ -189,7 +172,7 @@ def store(answers: Sequence[InventoryReply]) -> set[UUID]:
     return set(accepted)
 
 
-def store_error(query: InventoryRequest, error: str, *, asked_at: datetime, pause: float) -> bool:
+def store_error(query: BackendNode, error: str, *, asked_at: datetime, pause: float) -> bool:
     """Store the reason why there was no list; return False if a later request had a reply.
 
     The rows of backends do not change.
@@ -227,9 +210,9 @@ def _is_superseded(node: BackendNode, asked_at: datetime) -> bool:
     return node.inventory_at is not None and node.inventory_at > asked_at
 
 
-def _set_next_due(node: BackendNode, query: InventoryRequest, due_at: datetime) -> None:
+def _set_next_due(node: BackendNode, query: BackendNode, due_at: datetime) -> None:
     """Set the next due time, unless another caller has changed it since the request was created."""
-    if node.inventory_due_at == query.due_at:
+    if node.inventory_due_at == query.inventory_due_at:
         node.inventory_due_at = due_at
 
 
@@ -277,7 +260,7 @@ async def _store_batch(answers: Sequence[InventoryReply]) -> Sequence[None]:
 _reply_batcher = CallBatcher(_store_batch, most=MAX_BATCH, one_by_one=(DatabaseError,))
 
 
-async def request_list(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE) -> bool:
+async def request_list(bus: Bus, query: BackendNode, *, pause: float = _FIRST_PAUSE) -> bool:
     """Request one worker's list and store it; return True if the worker sent one.
 
     Without a list the node is due again after `pause` seconds. Raise DatabaseError.
@@ -288,7 +271,7 @@ async def request_list(bus: Bus, query: InventoryRequest, *, pause: float = _FIR
     match answer:
         case Done(reply):
             await _reply_batcher.put(InventoryReply(query, reply.backends, asked_at))
-            if query.stock:
+            if query.weak_identity:
                 await compare_replicas(bus, query.id, query.name)
             return True
         case Refused(reason):
@@ -341,13 +324,13 @@ async def refresh(bus: Bus, node: BackendNode) -> bool:
     with contextlib.suppress(DatabaseError):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHORT_LIMIT):
-                if await request_list(bus, unscheduled_request(node)):
+                if await request_list(bus, node):
                     return True
         await in_thread(make_due, node.id, now=clock.now())
     return False
 
 
-class Inventory(WorkPool[InventoryRequest]):
+class Inventory(WorkPool[BackendNode]):
     """Queries the due nodes of a controller."""
 
     def __init__(self, bus: Bus) -> None:
@@ -362,7 +345,7 @@ class Inventory(WorkPool[InventoryRequest]):
         self._silent: dict[UUID, tuple[str, int]] = {}
         """The number of failed requests in a row, by node, for one process (`instance`) of its worker."""
 
-    async def claim_due(self, limit: int) -> Sequence[InventoryRequest]:
+    async def claim_due(self, limit: int) -> Sequence[BackendNode]:
         """Claim due nodes while the bus is connected."""
         if not self._bus.connected:
             return []
@@ -375,7 +358,7 @@ class Inventory(WorkPool[InventoryRequest]):
             return 1.0
         return await in_thread(next_due, now=clock.now())
 
-    async def run_item(self, item: InventoryRequest) -> None:
+    async def run_item(self, item: BackendNode) -> None:
         """Query one node."""
         try:
             instance, times = self._silent.get(item.id, ("", 0))

@@ -12,13 +12,13 @@ from uuid import UUID
 
 from asgiref.sync import async_to_sync
 
-from localai_cluster.web.shapes import Row
+from localai_cluster.web.shapes import FLAG, TEXT, Row, Shape, count, field
 from nodes.decisions import fleet_cache
 from nodes.decisions.fleet_cache import FleetQuestion
 from nodes.definitions.folder import folder
 from nodes.loading import load_info, load_request
 from nodes.loading.load_placement import LoadNeeds
-from nodes.loading.reason_shapes import FIT_SUMMARIES, FIT_SUMMARY
+from nodes.loading.reason_shapes import MEMORY
 from nodes.placement.choose import find_refusal, has_memory
 from nodes.placement.evict import ProtectionRules, Resident
 from nodes.placement.explain import FleetView, explain_memory, nearest_by_memory
@@ -26,6 +26,32 @@ from nodes.replicas import eviction, fleet_queries
 from operations.executor.work import in_thread
 
 MAX_MODELS = 100
+FIT_SUMMARY = Shape(
+    "ModelFitSummary",
+    "How many nodes could take one more replica of a model now.",
+    [
+        field("model", TEXT, example="minilm"),
+        field("defined", FLAG, example=True),
+        field(
+            "fitting",
+            count(),
+            "Nodes that can take it and have the memory, as far as it is known.",
+            example=1,
+        ),
+        field("possible", count(), "Nodes that can take it, also those where it would be tight.", example=2),
+        field(
+            "says",
+            TEXT,
+            "Which nodes have the memory, in one sentence; empty if it is not defined.",
+            example=MEMORY.example["says"],
+        ),
+    ],
+)
+FIT_SUMMARIES = Shape(
+    "ModelFitSummaries",
+    "Where many models fit.",
+    [field("models", FIT_SUMMARY.many, "In the order of the request, each name once.")],
+)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,23 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import F, QuerySet
+from django.db.models import Case, F, QuerySet, Value, When
 
 from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import addresses, errors, names
+from localai_cluster.web.shapes import (
+    EXAMPLE_FINGERPRINT,
+    EXAMPLE_NODE_ID,
+    EXAMPLE_TIME,
+    TEXT,
+    TIME,
+    Shape,
+    column,
+    count,
+    enum,
+)
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from nodes.registry import identity, lifecycle, states, timeline
 from nodes.registry.change import Change, node_change
@@ -41,6 +53,41 @@ UNACCEPTABLE_KINDS = {
     Kind.INSTANCE: "stop one of the two processes, or revoke the secret",
 }
 """Kinds of conflicts that an administrator cannot accept, each with the action to take instead."""
+
+
+def _claim(*kinds: Kind) -> Case:
+    return Case(When(kind__in=kinds, then=F("claim")), default=Value(""))
+
+
+CONFLICT_SHAPE = Shape(
+    "Conflict",
+    "A claim to the identity of a node.",
+    [
+        column("id", UUID_SCHEMA, example="0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"),
+        column("node_id", UUID_SCHEMA, example=EXAMPLE_NODE_ID),
+        column("node_name", TEXT, example="gpu-a", source=F("node__name")),
+        column("kind", enum("ConflictKindEnum", Kind).ref, example="secret"),
+        column("state", enum("ConflictStateEnum", NodeConflict.State).ref, example="open"),
+        column(
+            "fingerprint",
+            TEXT,
+            "Fingerprint of the secret that the other machine sent.",
+            example=EXAMPLE_FINGERPRINT,
+            source=_claim(Kind.SECRET, Kind.WEAK),
+            optional=True,
+        ),
+        column("instance", TEXT, "The process that called.", source=_claim(Kind.INSTANCE), optional=True),
+        column("claimed_name", TEXT, optional=True),
+        column("source_address", TEXT, "Where the claim came from.", example="10.1.0.9"),
+        column("advertised_address", TEXT, example="10.1.0.9:50051", optional=True),
+        column("node_source_address", TEXT, "Where the node itself was seen.", example="10.1.0.4"),
+        column("count", count(1), example=3),
+        column("first_at", TIME, example=EXAMPLE_TIME),
+        column("last_at", TIME, example=EXAMPLE_TIME),
+        column("decided_at", TIME, optional=True),
+        column("decided_by", TEXT, optional=True),
+    ],
+)
 
 
 def find_mismatch(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:

@@ -10,7 +10,7 @@ wait for the node, by a NOTIFY.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -50,24 +50,12 @@ _MAX_ERROR_LENGTH = 255
 _PROBE_PATH = "/healthz"
 
 
-@dataclass(frozen=True)
-class DueCheck:
-    """A node whose port must be checked."""
-
-    node_id: UUID
-    node_name: str
-
-    def __str__(self) -> str:
-        return f"file port of {self.node_name}"
-
-
-def claim_due(limit: int, *, now: datetime) -> list[DueCheck]:
-    """Claim at most `limit` due nodes for this caller; the longest overdue first."""
+def claim_due(limit: int, *, now: datetime) -> list[BackendNode]:
+    """Claim at most `limit` due nodes for this caller; the longest overdue first. Read only id and name."""
     due = Q(file_port_next_check_at__isnull=True) | Q(file_port_next_check_at__lte=now)
     checkable = _checkable_nodes().filter(due).order_by(F("file_port_next_check_at").asc(nulls_first=True))
     until = now + timedelta(seconds=CLAIM_SECONDS)
-    nodes = claim_rows(checkable.only("id", "name"), limit=limit, file_port_next_check_at=until)
-    return [DueCheck(node.id, node.name) for node in nodes]
+    return claim_rows(checkable.only("id", "name"), limit=limit, file_port_next_check_at=until)
 
 
 def next_due(*, now: datetime, at_most: float) -> float:
@@ -163,7 +151,7 @@ _GATHER_SECONDS = 0.2
 """Seconds for which wake-ups are collected into one pass."""
 
 
-class FilePorts(WorkPool[DueCheck]):
+class FilePorts(WorkPool[BackendNode]):
     """Periodic task of a controller that checks the file ports of nodes when a check is due."""
 
     def __init__(self) -> None:
@@ -175,7 +163,7 @@ class FilePorts(WorkPool[DueCheck]):
             retry_on=(DatabaseError,),
         )
 
-    async def claim_due(self, limit: int) -> Sequence[DueCheck]:
+    async def claim_due(self, limit: int) -> Sequence[BackendNode]:
         """Claim nodes whose check is due."""
         with passes.count_pass("file ports"):
             return await in_thread(claim_due, limit, now=clock.now())
@@ -184,20 +172,20 @@ class FilePorts(WorkPool[DueCheck]):
         """Return the seconds until a check is due."""
         return await in_thread(next_due, now=clock.now(), at_most=POLL_SECONDS)
 
-    async def run_item(self, item: DueCheck) -> None:
+    async def run_item(self, item: BackendNode) -> None:
         """Check one node's port and record the result."""
         try:
-            server = await in_thread(server_of, item.node_id)
+            server = await in_thread(server_of, item.id)
             if server is None:
                 return  # its claim expires
             error = await probe(server)
-            await in_thread(record_check, item.node_id, error, now=clock.now())
+            await in_thread(record_check, item.id, error, now=clock.now())
             if error:
-                log.warning("node %s: %s", item.node_name, error)
+                log.warning("node %s: %s", item.name, error)
         except DatabaseError as error:
             log.warning(
-                "the check of the file port of %s was not recorded, it is repeated: %s", item.node_name, error
+                "the check of the file port of %s was not recorded, it is repeated: %s", item.name, error
             )
         except Exception:
             # One node's server must not end the checks of all others; the claim expires.
-            log.exception("the check of the file port of %s failed, it is repeated", item.node_name)
+            log.exception("the check of the file port of %s failed, it is repeated", item.name)

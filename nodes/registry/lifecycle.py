@@ -21,6 +21,7 @@ from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
 from nodes.models import BackendNode, NodeEvent, NodeModel, NodeType
+from nodes.models.node import BackendNodeQuerySet
 from nodes.registry.change import (
     Change,
     apply_to_all,
@@ -168,25 +169,11 @@ def mark_in_doubt(
 ) -> int:
     """Mark those of the nodes unhealthy that have been silent for `limit` seconds; return their number.
 
-    `detail` is appended to the reason. A constant number of statements for any number of nodes.
+    `detail` is appended to the reason.
     """
-    if not node_ids:
-        return 0
     silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit))
-    reason = f"no heartbeat for more than {limit:.0f} s{detail}"
-    with transaction.atomic():
-        nodes = lock_in_order(silent.filter(pk__in=node_ids, unhealthy_at__isnull=True))
-        return apply_to_all(nodes, Event.MARKED_UNHEALTHY, actor, lambda node: (reason, {}), now=now)
-
-
-def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
-    """Take every node offline until its next heartbeat; return the number of nodes that changed.
-
-    The replicas of these nodes depart. A constant number of statements for any number of nodes.
-    """
-    with transaction.atomic():
-        nodes = lock_in_order(BackendNode.objects.all())
-        return apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now)
+    in_doubt = silent.filter(pk__in=node_ids, unhealthy_at__isnull=True)
+    return _apply_to_nodes(in_doubt, Event.MARKED_UNHEALTHY, actor, now, _silence(limit) + detail)
 
 
 def mark_silent(
@@ -194,31 +181,39 @@ def mark_silent(
 ) -> int:
     """Take those of the nodes offline that have been silent for `limit` seconds; return their number (R5.4).
 
-    `detail` is appended to the reason. A constant number of statements for any number of nodes.
+    `detail` is appended to the reason.
     """
-    if not node_ids:
-        return 0
     silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit)).filter(pk__in=node_ids)
-    reason = f"no heartbeat for more than {limit:.0f} s{detail}"
-    with transaction.atomic():
-        nodes = lock_in_order(silent)
-        return apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now)
+    return _apply_to_nodes(silent, Event.FELL_SILENT, actor, now, _silence(limit) + detail)
+
+
+def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
+    """Take every node offline until its next heartbeat; return the number of nodes that changed.
+
+    The replicas of these nodes depart.
+    """
+    return _apply_to_nodes(BackendNode.objects.all(), Event.FELL_SILENT, actor, now, reason)
 
 
 def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
     """Mark the nodes healthy that sent a heartbeat since they became unhealthy (R1.18, R5.5).
 
-    Changes nothing else. Returns the number of these nodes. A constant number of statements for any number of
-    nodes.
+    Changes nothing else. Returns the number of these nodes.
     """
-    if not node_ids:
-        return 0
     responsive = BackendNode.objects.filter(pk__in=node_ids, last_heartbeat__gt=F("unhealthy_at"))
+    return _apply_to_nodes(responsive, Event.MARKED_HEALTHY, actor, now, "contact restored")
+
+
+def _silence(limit: float) -> str:
+    return f"no heartbeat for more than {limit:.0f} s"
+
+
+def _apply_to_nodes(
+    nodes: BackendNodeQuerySet, event: Event, actor: Actor, now: datetime, reason: str
+) -> int:
+    """Apply `event` to the nodes that allow it; return their number. A constant number of statements."""
     with transaction.atomic():
-        nodes = lock_in_order(responsive)
-        return apply_to_all(
-            nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now
-        )
+        return apply_to_all(lock_in_order(nodes), event, actor, lambda node: (reason, {}), now=now)
 
 
 FINGERPRINT_CHANGED_MESSAGE = "the fingerprint has changed; review the node again"

@@ -189,12 +189,5 @@ def approval_body(approval: Approval) -> Row:
 
 def approvals_body(results: Sequence[ApprovalResult]) -> Row:
     """Return the response to several approvals."""
-    rows = [
-        APPROVAL_RESULT_SHAPE.of(id=result.id, error=result.error)
-        if result.error
-        else APPROVAL_RESULT_SHAPE.of(
-            id=result.id, name=result.name, status=result.status, api_token=result.api_token
-        )
-        for result in results
-    ]
+    rows = [APPROVAL_RESULT_SHAPE.of_object(result) for result in results]
     return APPROVAL_RESULTS_SHAPE.of(approved=sum(not result.error for result in results), results=rows)

@@ -20,6 +20,8 @@ MAX_GPU_TEXT_LENGTHS = {"uuid": 96, "name": 128, "driver": 48}
 """Maximum characters of the texts that describe a GPU, by field."""
 
 GpuList = list[dict[str, Any]]
+_CheckedField = tuple[Callable[[str, Any], Any], dict[str, Any]]
+"""The check of a reported value, which takes the name of the field, and its schema for the API document."""
 
 
 def parse_gpus(value: Any) -> GpuList:
@@ -38,17 +40,17 @@ def parse_gpus(value: Any) -> GpuList:
 def _parse_gpu(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise errors.InvalidInput(f"{field} must be an object", field=field)
-    gpu = {name: check(f"{field}.{name}", value.get(name)) for name, check in _GPU_CHECKS.items()}
-    return gpu | _valid_facts(value, _FACT_CHECKS)
+    gpu = {name: check(f"{field}.{name}", value.get(name)) for name, (check, _) in _GPU_FIELDS.items()}
+    return gpu | _valid_facts(value, _GPU_FACTS)
 
 
-def _valid_facts(facts: Mapping[str, Any], checks: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
+def _valid_facts(facts: Mapping[str, Any], fields: Mapping[str, _CheckedField]) -> dict[str, Any]:
     """Return the facts that are valid.
 
     Invalid facts are left out, so that a broken sensor blocks no heartbeat.
     """
     valid = {}
-    for name, check in checks.items():
+    for name, (check, _) in fields.items():
         with contextlib.suppress(errors.InvalidInput):
             valid[name] = check(name, facts.get(name))
     return {name: fact for name, fact in valid.items() if fact not in (None, "")}
@@ -62,16 +64,22 @@ def _check_unique(parsed: Sequence[Mapping[str, Any]], name: str) -> None:
         values.add(gpu[name])
 
 
-def _whole_number_check(most: int) -> Callable[[str, Any], int]:
-    def check(field: str, value: Any) -> int:
+def _number(most: int, meaning: str = "", *, required: bool = False, **schema: Any) -> _CheckedField:
+    """Return a field with a whole number from 0 to `most`, which may be absent unless it is required."""
+
+    def check(field: str, value: Any) -> int | None:
+        if value is None and not required:
+            return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
             raise errors.InvalidInput(f"{field} must be a whole number from 0 to {most}", field=field)
         return value
 
-    return check
+    schema |= {"type": "integer", "minimum": 0, "maximum": most}
+    schema |= {} if required else {"nullable": True}
+    return check, schema | ({"description": meaning} if meaning else {})
 
 
-def _text_check(longest: int) -> Callable[[str, Any], str]:
+def _text(longest: int) -> _CheckedField:
     def check(field: str, value: Any) -> str:
         if value is None:
             return ""
@@ -81,11 +89,7 @@ def _text_check(longest: int) -> Callable[[str, Any], str]:
             )
         return value
 
-    return check
-
-
-def _optional_check(check: Callable[[str, Any], int]) -> Callable[[str, Any], int | None]:
-    return lambda field, value: None if value is None else check(field, value)
+    return check, {"type": "string", "maxLength": longest, "nullable": True}
 
 
 def _time(field: str, value: Any) -> str | None:
@@ -101,28 +105,22 @@ def _time(field: str, value: Any) -> str | None:
         ) from None
 
 
-_GPU_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "index": _whole_number_check(MAX_GPU_INDEX),
-    "uuid": _text_check(MAX_GPU_TEXT_LENGTHS["uuid"]),
-    "name": _text_check(MAX_GPU_TEXT_LENGTHS["name"]),
-    "total_vram": _whole_number_check(_MAX_INTEGER),
-    "free_vram": _whole_number_check(_MAX_INTEGER),
-    "utilization": _optional_check(_whole_number_check(100)),
+_GPU_FIELDS: Mapping[str, _CheckedField] = {
+    "index": _number(MAX_GPU_INDEX, required=True),
+    "uuid": _text(MAX_GPU_TEXT_LENGTHS["uuid"]),
+    "name": _text(MAX_GPU_TEXT_LENGTHS["name"]),
+    "total_vram": _number(_MAX_INTEGER, required=True, format="int64"),
+    "free_vram": _number(_MAX_INTEGER, required=True, format="int64"),
+    "utilization": _number(100),
 }
-_FACT_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "temperature": _optional_check(_whole_number_check(1000)),
-    "power": _optional_check(_whole_number_check(100_000)),
-    "power_limit": _optional_check(_whole_number_check(100_000)),
-    "ecc_errors": _optional_check(_whole_number_check(_MAX_INTEGER)),
-    "driver": _text_check(MAX_GPU_TEXT_LENGTHS["driver"]),
+_GPU_FACTS: Mapping[str, _CheckedField] = {
+    "temperature": _number(1000, "Degrees Celsius."),
+    "power": _number(100_000, "Watts."),
+    "power_limit": _number(100_000, "The most watts that its driver lets it draw."),
+    "ecc_errors": _number(_MAX_INTEGER, "Uncorrected memory errors since its driver was loaded."),
+    "driver": _text(MAX_GPU_TEXT_LENGTHS["driver"]),
 }
-"""Checks of a GPU's optional facts, by field; a fact with an invalid value is left out."""
-
-
-def _fact_schema(meaning: str, most: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": 0, "maximum": most, "nullable": True, "description": meaning}
-
-
+"""Optional facts of a GPU; a fact with an invalid value is left out."""
 GPUS_SCHEMA: dict[str, Any] = {
     "type": "array",
     "nullable": True,
@@ -132,44 +130,23 @@ GPUS_SCHEMA: dict[str, Any] = {
     "items": {
         "type": "object",
         "required": ["index", "total_vram", "free_vram"],
-        "properties": {
-            "index": {"type": "integer", "minimum": 0, "maximum": MAX_GPU_INDEX},
-            "uuid": {"type": "string", "maxLength": MAX_GPU_TEXT_LENGTHS["uuid"], "nullable": True},
-            "name": {"type": "string", "maxLength": MAX_GPU_TEXT_LENGTHS["name"], "nullable": True},
-            "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_INTEGER},
-            "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _MAX_INTEGER},
-            "utilization": {"type": "integer", "minimum": 0, "maximum": 100, "nullable": True},
-            "temperature": _fact_schema("Degrees Celsius.", 1000),
-            "power": _fact_schema("Watts.", 100_000),
-            "power_limit": _fact_schema("The most watts that its driver lets it draw.", 100_000),
-            "ecc_errors": _fact_schema(
-                "Uncorrected memory errors since its driver was loaded.", _MAX_INTEGER
-            ),
-            "driver": {"type": "string", "maxLength": MAX_GPU_TEXT_LENGTHS["driver"], "nullable": True},
-        },
+        "properties": {name: schema for name, (_, schema) in (*_GPU_FIELDS.items(), *_GPU_FACTS.items())},
     },
 }
 """The schema of the values that `parse_gpus` accepts, for the API document."""
-
-
-_SYSTEM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "os": _text_check(128),
-    "kernel": _text_check(128),
-    "cpu": _text_check(128),
-    "cpu_count": _optional_check(_whole_number_check(100_000)),
-    "cpu_cores": _optional_check(_whole_number_check(100_000)),
-    "booted_at": _time,
+_SYSTEM_FACTS: Mapping[str, _CheckedField] = {
+    "os": _text(128),
+    "kernel": _text(128),
+    "cpu": _text(128),
+    "cpu_count": _number(100_000, "Logical processors."),
+    "cpu_cores": _number(100_000, "Cores of the processors."),
+    "booted_at": (_time, {"type": "string", "format": "date-time", "nullable": True}),
 }
 SYSTEM_SCHEMA: dict[str, Any] = {
     "type": "object",
     "nullable": True,
     "description": "What identifies the machine's software and processor.",
-    "properties": {
-        **{name: {"type": "string", "maxLength": 128, "nullable": True} for name in ("os", "kernel", "cpu")},
-        "cpu_count": _fact_schema("Logical processors.", 100_000),
-        "cpu_cores": _fact_schema("Cores of the processors.", 100_000),
-        "booted_at": {"type": "string", "format": "date-time", "nullable": True},
-    },
+    "properties": {name: schema for name, (_, schema) in _SYSTEM_FACTS.items()},
 }
 
 
@@ -182,7 +159,7 @@ def parse_system(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise errors.InvalidInput("system must be an object", field="system")
-    return _valid_facts(value, _SYSTEM_CHECKS)
+    return _valid_facts(value, _SYSTEM_FACTS)
 
 
 _BYTES_BY_UNIT = {"b": 1}

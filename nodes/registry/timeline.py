@@ -18,9 +18,42 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit.logs import request_id
+from localai_cluster.web.shapes import (
+    EXAMPLE_NODE_ID,
+    EXAMPLE_TIME,
+    TEXT,
+    TIME,
+    Shape,
+    column,
+    count,
+    enum,
+    mapping_schema,
+)
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.models import NodeEvent
 
 _MAX_CAUSE_LENGTH = 255
+
+EVENT_SHAPE = Shape(
+    "Event",
+    "One thing that happened to a node.",
+    [
+        column("id", count(1), example=4711),
+        column("node_id", UUID_SCHEMA, example=EXAMPLE_NODE_ID),
+        column("node_name", TEXT, example="gpu-a"),
+        column("kind", enum("EventKindEnum", NodeEvent.Kind).ref, example="drained"),
+        column("at", TIME, example=EXAMPLE_TIME),
+        column("last_at", TIME, "Repeated conflicts of one minute are one event.", example=EXAMPLE_TIME),
+        column("count", count(1), example=1),
+        column("actor_kind", TEXT, example="user"),
+        column("actor", TEXT, example="ann"),
+        column("cause", TEXT, example="new power supply"),
+        column("status_before", TEXT, example="healthy"),
+        column("status_after", TEXT, example="draining"),
+        column("detail", mapping_schema({}), example={"deadline_seconds": 600}, optional=True),
+        column("request_id", TEXT, optional=True),
+    ],
+)
 
 
 @dataclass(frozen=True)

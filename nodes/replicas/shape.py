@@ -3,7 +3,19 @@
 from django.db.models import Case, CharField, DateTimeField, F, Value, When
 from django.db.models.functions import Cast, Concat
 
-from localai_cluster.web.shapes import BYTES, TEXT, TIME, UUID, Shape, Time, column, count, enum
+from localai_cluster.web.shapes import (
+    BYTES,
+    EXAMPLE_NODE_ID,
+    EXAMPLE_TIME,
+    TEXT,
+    TIME,
+    UUID,
+    Shape,
+    Time,
+    column,
+    count,
+    enum,
+)
 from nodes.models import LOADING_PHASES, OwnerKind, Phase, PhaseReason, ReplicaState
 
 REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
@@ -11,12 +23,12 @@ REPLICA_PHASE = enum("ReplicaPhase", Phase)
 PHASE_REASON = enum("PhaseReason", PhaseReason)
 
 _REPLICA_COLUMNS = [
-    column("id", UUID),
-    column("model_name", TEXT),
-    column("replica_index", count()),
-    column("state", REPLICA_STATE.ref),
-    column("in_flight", count(), "Requests that run on it."),
-    column("last_used", TIME),
+    column("id", UUID, example="7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"),
+    column("model_name", TEXT, example="minilm"),
+    column("replica_index", count(), example=0),
+    column("state", REPLICA_STATE.ref, example="loaded"),
+    column("in_flight", count(), "Requests that run on it.", example=2),
+    column("last_used", TIME, example=EXAMPLE_TIME),
 ]
 _NEXT_STOP_EXPRESSION = Case(
     When(phase=Phase.STOPPING, then=F("next_stop_at")),
@@ -60,16 +72,16 @@ REPLICA = Shape(
     "One replica (§2.3).",
     [
         *_REPLICA_COLUMNS,
-        column("node_id", UUID),
-        column("address", TEXT),
+        column("node_id", UUID, example=EXAMPLE_NODE_ID),
+        column("address", TEXT, example="10.1.0.4:50052"),
         column("loading_by", TEXT, source=_LOADING_BY_EXPRESSION, optional=True),
-        column("backend_type", TEXT, optional=True),
-        column("config_revision", TEXT, optional=True),
-        column("effective_options_hash", TEXT, optional=True),
+        column("backend_type", TEXT, example="minilm", optional=True),
+        column("config_revision", TEXT, example="3b1f6a6f6c0b", optional=True),
+        column("effective_options_hash", TEXT, example="a94a8fe5ccb1", optional=True),
         *_STOP_COLUMNS,
         column("cleanup_attempts", count(), source=F("stop_attempts"), optional=True),
-        column("created_at", TIME),
-        column("updated_at", TIME),
+        column("created_at", TIME, example=EXAMPLE_TIME),
+        column("updated_at", TIME, example=EXAMPLE_TIME),
     ],
 )
 LIVE_MODEL = Shape(

@@ -20,7 +20,19 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import names
 from localai_cluster.kit.errors import Conflict
-from localai_cluster.web.shapes import FLAG, NUMBER, TEXT, TIME, UUID, Row, Shape, Time, column, count
+from localai_cluster.web.shapes import (
+    EXAMPLE_TIME,
+    FLAG,
+    NUMBER,
+    TEXT,
+    TIME,
+    UUID,
+    Row,
+    Shape,
+    Time,
+    column,
+    count,
+)
 from nodes.models import ModelSchedulingConfig, NodeModel, RoutePolicy
 from nodes.scheduling.rules import Rule, check_rule
 from operations.changes.events import notify
@@ -42,31 +54,42 @@ RULE_STATE_SHAPE = Shape(
     "SchedulingState",
     "The target and result of the last pass, and the present replicas. A rule that only routes has no state.",
     [
-        column("wanted", count(), "Replicas that the pass aims at.", source=F("wanted_replicas")),
-        column("current", count(), "Loaded on healthy nodes now.", source=CURRENT_COUNT),
-        column("loading", count(), "Loads under way now.", source=LOADING_COUNT),
-        column("reason", TEXT, "What the pass did and why, or why it could not."),
-        column("at", TIME, "When that was.", source=Time("checked_at")),
+        column("wanted", count(), "Replicas that the pass aims at.", example=1, source=F("wanted_replicas")),
+        column("current", count(), "Loaded on healthy nodes now.", example=0, source=CURRENT_COUNT),
+        column("loading", count(), "Loads under way now.", example=0, source=LOADING_COUNT),
+        column(
+            "reason",
+            TEXT,
+            "What the pass did and why, or why it could not.",
+            example="1 wanted, 0 running, 0 loading: starting 1",
+        ),
+        column("at", TIME, "When that was.", example=EXAMPLE_TIME, source=Time("checked_at")),
     ],
 )
 RULE_SHAPE = Shape(
     "SchedulingRule",
     "Nodes and replicas of a model. Omitted fields are empty: no selector, or the cluster default.",
     [
-        column("id", UUID),
-        column("model_name", TEXT),
+        column("id", UUID, example="5f0f5b3e-52a4-4a47-8d52-0c9a3c1d7e11"),
+        column("model_name", TEXT, example="minilm"),
         column(
-            "node_selector", TEXT, 'JSON of the labels a node must have: `{"tier":"fast"}`.', optional=True
+            "node_selector",
+            TEXT,
+            'JSON of the labels a node must have: `{"tier":"fast"}`.',
+            example='{"tier":"fast"}',
+            optional=True,
         ),
-        column("min_replicas", count()),
-        column("max_replicas", count(), "0 means no limit."),
+        column("min_replicas", count(), example=1),
+        column("max_replicas", count(), "0 means no limit.", example=2),
         column("spread_all", FLAG, "One replica on every node that matches.", optional=True),
         column("route_policy", {"type": "string", "enum": RoutePolicy.values}, optional=True),
         column("balance_abs_threshold", count(), optional=True),
         column("balance_rel_threshold", NUMBER, optional=True),
         column("min_prefix_match", NUMBER, optional=True),
         column("unsatisfiable_until", TIME, "Nothing is tried for this model until then.", optional=True),
-        column("unsatisfiable_ticks", count(), "Passes in a row that could not load what is wanted."),
+        column(
+            "unsatisfiable_ticks", count(), "Passes in a row that could not load what is wanted.", example=0
+        ),
         column(
             "state",
             RULE_STATE_SHAPE.ref,
@@ -74,8 +97,8 @@ RULE_SHAPE = Shape(
             value_shape=RULE_STATE_SHAPE,
             optional=True,
         ),
-        column("created_at", TIME),
-        column("updated_at", TIME),
+        column("created_at", TIME, example=EXAMPLE_TIME),
+        column("updated_at", TIME, example=EXAMPLE_TIME),
     ],
 )
 

@@ -22,18 +22,27 @@ ENTRY = shapes.Shape(
     "CatalogueModel",
     "A model that a gallery offers.",
     [
-        shapes.field("id", shapes.TEXT, "`gallery@name`, which can be inspected and imported."),
-        shapes.field("name", shapes.TEXT),
-        shapes.field("gallery", shapes.TEXT),
-        shapes.field("description", shapes.TEXT, "Markdown."),
-        shapes.field("icon", shapes.TEXT),
-        shapes.field("licence", shapes.TEXT),
-        shapes.field("tags", shapes.TEXTS),
-        shapes.field("task", shapes.TEXT, "What it is for; empty if its gallery does not say it."),
-        shapes.field("size", shapes.BYTES, "0 if its gallery does not say it."),
-        shapes.field("installed", shapes.FLAG, "A model of this name is defined."),
-        shapes.field("jobID", shapes.TEXT, "The import under way; empty if there is none."),
-        shapes.field("fits", shapes.FLAG, "On any node; null if it is not known.", nullable=True),
+        shapes.field(
+            "id",
+            shapes.TEXT,
+            "`gallery@name`, which can be inspected and imported.",
+            example="localai@qwen2.5-1.5b-instruct",
+        ),
+        shapes.field("name", shapes.TEXT, example="qwen2.5-1.5b-instruct"),
+        shapes.field("gallery", shapes.TEXT, example="localai"),
+        shapes.field("description", shapes.TEXT, "Markdown.", example="A small model that chats."),
+        shapes.field("icon", shapes.TEXT, example=""),
+        shapes.field("licence", shapes.TEXT, example="apache-2.0"),
+        shapes.field("tags", shapes.TEXTS, example=["llm", "gguf"]),
+        shapes.field(
+            "task", shapes.TEXT, "What it is for; empty if its gallery does not say it.", example="chat"
+        ),
+        shapes.field("size", shapes.BYTES, "0 if its gallery does not say it.", example=1117320736),
+        shapes.field("installed", shapes.FLAG, "A model of this name is defined.", example=False),
+        shapes.field("jobID", shapes.TEXT, "The import under way; empty if there is none.", example=""),
+        shapes.field(
+            "fits", shapes.FLAG, "On any node; null if it is not known.", example=True, nullable=True
+        ),
     ],
 )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 
-from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, field
+from localai_cluster.web.shapes import EXAMPLE_NODE_ID, FLAG, TEXT, UUID, Row, Shape, field
 from nodes.decisions import fleet_cache
 from nodes.definitions.files import Definition, parse_definition
 from nodes.definitions.sizes import ModelFiles
@@ -21,18 +21,20 @@ NODE_FIT = Shape(
     "VariantNodeFit",
     "Whether a variant fits on a node.",
     [
-        field("node_id", UUID),
-        field("node_name", TEXT),
-        field("fits", FLAG),
-        field("reason", TEXT, "In words, also where it fits."),
+        field("node_id", UUID, example=EXAMPLE_NODE_ID),
+        field("node_name", TEXT, example="gpu-a"),
+        field("fits", FLAG, example=True),
+        field(
+            "reason", TEXT, "In words, also where it fits.", example="fits on gpu-a (needs 1.9 of 20.0 GiB)"
+        ),
     ],
 )
 FIT = Shape(
     "VariantFit",
     "Where a variant would fit; nodes that it fits come first, and at most 20 are named.",
     [
-        field("fits", FLAG, "On any node.", nullable=True),
-        field("summary", TEXT),
+        field("fits", FLAG, "On any node.", example=True, nullable=True),
+        field("summary", TEXT, example="fits on gpu-a (needs 1.9 of 20.0 GiB)"),
         field("nodes", NODE_FIT.many),
     ],
 )

@@ -33,20 +33,27 @@ _TAGGED_NAME_PATTERN = re.compile(r"[\w.-]+:[\w.-]+", re.ASCII)
 
 _KIND_SCHEMA = {"type": "string", "enum": list(KINDS)}
 
-FILE = Shape("VariantFile", "A file of a variant.", [field("path", TEXT), field("size", BYTES)])
+FILE = Shape(
+    "VariantFile",
+    "A file of a variant.",
+    [
+        field("path", TEXT, example="qwen2.5-1.5b-instruct-q4_k_m.gguf"),
+        field("size", BYTES, example=1117320736),
+    ],
+)
 VARIANT = Shape(
     "ModelVariant",
     "One way to run a model.",
     [
-        field("id", TEXT, "For `variant` of an import."),
-        field("label", TEXT),
-        field("quantization", TEXT),
-        field("size", BYTES, "Of all its files; 0 if unknown."),
+        field("id", TEXT, "For `variant` of an import.", example="Q4_K_M"),
+        field("label", TEXT, example="Q4_K_M"),
+        field("quantization", TEXT, example="Q4_K_M"),
+        field("size", BYTES, "Of all its files; 0 if unknown.", example=1117320736),
         field("files", FILE.many, "At most 200."),
-        field("licence", TEXT),
-        field("gated", FLAG, "Its source asks for consent to a licence."),
-        field("recommended", FLAG),
-        field("context_size", count(), "Tokens that the model was made for; 0 if unknown."),
+        field("licence", TEXT, example="apache-2.0"),
+        field("gated", FLAG, "Its source asks for consent to a licence.", example=False),
+        field("recommended", FLAG, example=True),
+        field("context_size", count(), "Tokens that the model was made for; 0 if unknown.", example=32768),
         field("fit", fits.FIT.ref),
     ],
 )
@@ -65,19 +72,19 @@ INSPECTION = Shape(
     "SourceInspection",
     "What a pasted text means.",
     [
-        field("kind", _KIND_SCHEMA),
-        field("title", TEXT),
-        field("description", TEXT),
-        field("licence", TEXT),
-        field("gated", FLAG),
-        field("urls", TEXTS),
-        field("icon", TEXT),
-        field("commit", TEXT),
-        field("name", TEXT, "The suggested name of the model."),
-        field("task", TEXT),
+        field("kind", _KIND_SCHEMA, example="huggingface"),
+        field("title", TEXT, example="Qwen/Qwen2.5-1.5B-Instruct-GGUF"),
+        field("description", TEXT, example=""),
+        field("licence", TEXT, example="apache-2.0"),
+        field("gated", FLAG, example=False),
+        field("urls", TEXTS, example=["https://huggingface.co/Qwen/Qwen2.5-1.5B-Instruct-GGUF"]),
+        field("icon", TEXT, example=""),
+        field("commit", TEXT, example="91cad51170dc346986eccefdc2dd33a9da36ead9"),
+        field("name", TEXT, "The suggested name of the model.", example="Qwen2.5-1.5B-Instruct"),
+        field("task", TEXT, example="chat"),
         field("variants", VARIANT.many),
-        field("candidates", CANDIDATE.many),
-        field("problem", TEXT, "What could not be found out."),
+        field("candidates", CANDIDATE.many, example=[]),
+        field("problem", TEXT, "What could not be found out.", example=""),
     ],
 )
 _MAX_SHOWN_VARIANTS = 200

@@ -21,10 +21,9 @@ from nodes.backends import node_stop
 from nodes.management import lookup
 from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
 from nodes.registry import actions, bulk, joining, lifecycle, listing, node_rows
-from nodes.registry.claims import accept_conflict, refuse_conflict
+from nodes.registry.claims import CONFLICT_SHAPE, accept_conflict, refuse_conflict
 from nodes.registry.labels import edit_labels
 from nodes.registry.shape import (
-    CONFLICT_SHAPE,
     DRAIN_SHAPE,
     IDENTITY_SHAPE,
     INVENTORY_SHAPE,

@@ -86,8 +86,7 @@ def element(name: str) -> dict[str, Any]:
 
 
 def keep(node: BackendNode, *listed: m.InstalledBackend) -> None:
-    asked = inventory.unscheduled_request(node)
-    assert inventory.store([inventory.InventoryReply(asked, listed, clock.now())])
+    assert inventory.store([inventory.InventoryReply(node, listed, clock.now())])
 
 
 def begin(node: BackendNode, element: str, kind: str = wished.INSTALL) -> str:
@@ -140,7 +139,7 @@ def test_a_node_that_gave_no_list_keeps_its_rows_and_says_why() -> None:
     """The last list with its age and the reason, as one printable line."""
     node = api.make_node()
     keep(node, ECHO)
-    asked = inventory.unscheduled_request(api.node(node.id))
+    asked = api.node(node.id)
     inventory.store_error(asked, "disk\r\nX: é gone", asked_at=clock.now(), pause=1)
     answer = api.admin().get(f"/api/nodes/{node.id}/backends")
     assert ([entry["name"] for entry in answer.json()], answer["X-Inventory-Error"]) == (

@@ -88,8 +88,7 @@ def test_a_list_ends_no_intent_whose_attempt_failed() -> None:
     """D-INTENT-ENDS: its files may be there although its worker has not answered; it ends with its part."""
     operation, intent = begun()
     assert settle(intent, Failed("the worker was restarted"))
-    asked = inventory.unscheduled_request(intent.node)
-    answer = inventory.InventoryReply(asked, [InstalledBackend("echo")], clock.now())
+    answer = inventory.InventoryReply(intent.node, [InstalledBackend("echo")], clock.now())
     assert inventory.store([answer]) == {intent.node.id}
     reconciler.end_stale_intents(now=clock.now())
     due_now()

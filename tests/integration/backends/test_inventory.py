@@ -92,8 +92,8 @@ class Bus:
         """Nothing to end."""
 
 
-def question(node: BackendNode) -> inventory.InventoryRequest:
-    return inventory.unscheduled_request(api.node(node.id))
+def question(node: BackendNode) -> BackendNode:
+    return api.node(node.id)
 
 
 def listed(node: BackendNode) -> list[str]:

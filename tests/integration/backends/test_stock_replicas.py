@@ -52,7 +52,7 @@ async def ask(node: BackendNode, reply: Any) -> PlayedBus:
     bus = PlayedBus()
     bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply()
     bus.replies[messages.subject("models.running", str(node.id))] = reply
-    assert await inventory.request_list(bus, inventory.unscheduled_request(node))
+    assert await inventory.request_list(bus, node)
     return bus
 
 

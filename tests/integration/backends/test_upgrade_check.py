@@ -57,8 +57,7 @@ def gallery(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> W
 
 
 def keep(node: BackendNode, *listed: m.InstalledBackend) -> None:
-    asked = inventory.unscheduled_request(node)
-    assert inventory.store([inventory.InventoryReply(asked, listed, clock.now())])
+    assert inventory.store([inventory.InventoryReply(node, listed, clock.now())])
 
 
 def minilm(version: str = "1.0.0", **more: Any) -> m.InstalledBackend:

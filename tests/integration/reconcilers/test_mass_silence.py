@@ -138,7 +138,7 @@ async def test_a_kept_node_without_a_listener_on_the_bus_is_offline_at_once(
         bus.replies[subject] = RequestTimeout("late")
     if case == "our connection is new":
         bus.connected_since = clock.monotonic()
-    assert not await inventory.request_list(bus, inventory.unscheduled_request(node))
+    assert not await inventory.request_list(bus, node)
     assert len(bus.asked[subject]) == 1
     await hot.in_thread(node.refresh_from_db)
     gone = case == "nobody listens"

@@ -108,7 +108,7 @@ def test_a_check_belongs_to_one_controller_and_a_registration_begins_anew() -> N
     hot.node("agent", node_type="agent", http_address=CLOSED)
     hot.node("gone", offline_at=now, http_address=CLOSED)
     node = hot.node("one", http_address=CLOSED)
-    assert [due.node_name for due in file_port.claim_due(9, now=now)] == ["one"]
+    assert [due.name for due in file_port.claim_due(9, now=now)] == ["one"]
     assert file_port.claim_due(9, now=now) == []
     record_check(node.id, "refused", now=now)
     assert file_port.next_due(now=now, at_most=30.0) == pytest.approx(FIRST_PAUSE)
