@@ -8,6 +8,7 @@ complete route table with the result. The first request for it imports this modu
 import secrets
 import threading
 from copy import deepcopy
+from functools import cache
 from typing import Any
 from urllib.parse import urlencode
 
@@ -53,6 +54,19 @@ from nodes.live import shapes as live
 
 _GENERATION_LOCK = threading.Lock()
 """Lock for generating the document: the library fills its tables on first use, in one thread only."""
+
+
+def document() -> dict[str, Any]:
+    """Return the OpenAPI document. It is the same for every reader, and takes a process a second once."""
+    with _GENERATION_LOCK:
+        return _generate()
+
+
+@cache
+def _generate() -> dict[str, Any]:
+    generator: Any = SchemaGenerator  # untyped by its library
+    generated: dict[str, Any] = generator().get_schema(request=None, public=True)
+    return generated
 
 
 class BearerScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
@@ -159,9 +173,7 @@ class SchemaView(APIView):
     )
     def get(self, request: Request) -> Response:
         """This document."""
-        generator: Any = SchemaGenerator  # untyped by its library
-        with _GENERATION_LOCK:
-            return Response(generator().get_schema(request=request, public=True))
+        return Response(document())
 
 
 class DocsView(SpectacularSwaggerView):

@@ -31,7 +31,7 @@ LONGEST = (
     "acceptance/test_deployments",
     "acceptance/test_faults",
     "integration/operations/test_admitting_many",
-    "integration/models/test_phases_move",
+    "integration/models/test_migrated_rows",
     "conformance/test_worker_commands",
     "integration/wiring/test_web_processes",
     "acceptance/test_kills",
@@ -41,7 +41,6 @@ LONGEST = (
     "integration/wiring/test_join_script",
     "integration/gateway/test_hot_wait",
     "acceptance/test_kill_sweep",
-    "integration/models/test_names_move",
     "conformance/test_bus_credentials",
     "wire/test_faults",
     "acceptance/test_deaf_worker",
@@ -64,7 +63,6 @@ LONGEST = (
     "unit/wiring/test_around_the_seeds",
     "acceptance/test_waves",
     "integration/downloads/test_imports",
-    "integration/accounts/test_accounts_move",
     "integration/examples/test_memory_fit",
     "acceptance/test_unload",
     "integration/loading/test_delivery",
@@ -101,7 +99,10 @@ LONGEST = (
     "conformance/test_worker_identity",
     "unit/worker/test_archives",
 )
-"""Files that take ten seconds or more on a quiet machine, the longest first, so that none of them runs alone at the end."""
+"""Files that take ten seconds or more on a quiet machine.
+
+The longest first, so that none of them runs alone at the end.
+"""
 
 
 def shared_by(node_id: str) -> str:

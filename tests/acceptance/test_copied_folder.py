@@ -16,6 +16,7 @@ from localai_cluster.embedded.run import find_node
 from localai_cluster.kit import processes
 from tests.conftest import eventually
 from tests.support.ports import free_port
+from tests.support.postgres import copy_migrated_data
 from tests.support.run import CHILDREN, Run
 
 
@@ -64,6 +65,7 @@ def install_and_delete(run: Run, backend: str) -> None:
 
 def test_a_copy_of_a_live_folder_is_another_cluster(folders: tuple[Path, Path]) -> None:
     """The original loses no process; the copy has a bus, keys and nodes of its own, and says so."""
+    copy_migrated_data(folders[0] / "postgres")
     original = Run(folders[0], free_port())
     runs = [original]
     try:

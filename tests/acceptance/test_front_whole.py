@@ -16,6 +16,7 @@ from tests.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.effort import swept
 from tests.support.ports import free_port
+from tests.support.postgres import copy_migrated_data
 from tests.support.run import CHILDREN, Run
 
 
@@ -84,6 +85,7 @@ def test_make_run_serves_https(data: Path, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     certificate, key = authority.issue("web")
     tls = {"CLUSTER_TLS_CERT": certificate, "CLUSTER_TLS_KEY": key, "LOCALAI_WORKER_TLS_CA": authority.file}
+    copy_migrated_data(data / "postgres")
     run = Run(data, free_port(), **{name: str(path) for name, path in tls.items()})
     try:
         run.wait_ready()

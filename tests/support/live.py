@@ -7,9 +7,9 @@ from typing import Any
 
 from channels.testing import WebsocketCommunicator
 from django.db import connections
-from drf_spectacular.generators import SchemaGenerator
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
+from localai_cluster.api_document import document
 from localai_cluster.edge import websocket_application
 from nodes.live import watch
 from tests.support.environment import API_KEY
@@ -28,8 +28,7 @@ def look() -> watch.Snapshot:
 @cache
 def _components() -> dict[str, Any]:
     """Return the document's components without additional properties, `nullable` as JSON Schema."""
-    generator: Any = SchemaGenerator
-    components: dict[str, Any] = deepcopy(generator().get_schema(request=None, public=True)["components"])
+    components: dict[str, Any] = deepcopy(document()["components"])
     for schema in components["schemas"].values():
         if "properties" in schema:
             schema["additionalProperties"] = False

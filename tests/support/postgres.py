@@ -37,9 +37,14 @@ class FastPostgres(EmbeddedPostgres):
     def prepare(self) -> None:
         """Copy the run's data folder."""
         if not self.data.exists():
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            shutil.copytree(migrated_data(), self.data, symlinks=True)
+            copy_migrated_data(self.directory)
         super().prepare()
+
+
+def copy_migrated_data(directory: Path) -> None:
+    """Give the PostgreSQL of this folder the schema: its first start would spend seconds on that."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shutil.copytree(migrated_data(), directory / "pgdata", symlinks=True)
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,8 @@
-"""A database of the release before phases, with loads, stops and unloads under way: no engine is lost."""
+"""Rows of former releases after the migration: keys and passwords, names that look alike, and engines.
+
+One database goes back to the oldest of these releases and forward again, and gets the rows of each release
+on its way, because every migration of the schema costs seconds.
+"""
 
 import os
 import subprocess
@@ -10,20 +14,29 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from django.contrib.auth.models import Permission, User
+from django.contrib.contenttypes.models import ContentType
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 from psycopg.conninfo import conninfo_to_dict
+from pytest_django.plugin import DjangoDbBlocker
 
-from localai_cluster.kit import clock
-from nodes.models import NodeModel
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.models import ApiKey, InitialPassword
+from localai_cluster.kit import clock, names
+from nodes.models import BackendNode, NodeModel
 from nodes.replicas import slots, stops
 from operations.changes.events import conninfo
 from operations.models import Operation
+from tests.support import api
 from tests.support.cluster import ROOT
+from tests.support.postgres import empty_tables
 
-pytestmark = pytest.mark.django_db(transaction=True)
-
-BEFORE = [("nodes", "0033_intents_by_op")]
+BEFORE_ACCOUNTS, BEFORE_NAMES, BEFORE_PHASES = (
+    [("nodes", name)] for name in ("0003_what_pages_need", "0009_join_tokens", "0033_intents_by_op")
+)
+KEY = principals.KEY_PREFIX + "0" * 48
+LATIN, CYRILLIC, ALPHA, OTHER = "gpu-a", "gpu-\u0430", "gpu-\u0251", "\u0441\u0435\u0440\u0432\u0435\u0440"
 OPERATION, ENDED, INTENT = UUID(int=1), UUID(int=2), UUID(int=3)
 RUNS = f"{OPERATION}:4"
 ANY: Any = object()
@@ -81,21 +94,65 @@ PHASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.fixture
-def moved() -> None:
-    """The rows of the former release, migrated."""
-    Operation.objects.create(
-        id=OPERATION, kind="k", key="k", element="m", status="processing", fence=4, lease_until=clock.now()
+@pytest.fixture(scope="module")
+def moved(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+    """The rows of the former releases, migrated; each test of them leaves them as they are."""
+    with django_db_blocker.unblock():
+        Operation.objects.create(
+            id=OPERATION,
+            kind="k",
+            key="k",
+            element="m",
+            status="processing",
+            fence=4,
+            lease_until=clock.now(),
+        )
+        try:
+            MigrationExecutor(connection).migrate([("accounts", None), *BEFORE_ACCOUNTS])
+            _plant_accounts(_apps_at(BEFORE_ACCOUNTS))
+            MigrationExecutor(connection).migrate(BEFORE_NAMES)
+            _plant_names(_apps_at(BEFORE_NAMES))
+            MigrationExecutor(connection).migrate(BEFORE_PHASES)
+            _plant_engines(_apps_at(BEFORE_PHASES))
+        finally:
+            newest = MigrationExecutor(connection)
+            newest.migrate(newest.loader.graph.leaf_nodes())
+        ContentType.objects.clear_cache()
+    yield
+    with django_db_blocker.unblock():
+        empty_tables()
+
+
+def _apps_at(state: list[tuple[str, str]]) -> Any:
+    return MigrationExecutor(connection).loader.project_state(state).apps
+
+
+def _plant_accounts(old: Any) -> None:
+    user = User.objects.create(username="ann")
+    old.get_model("nodes", "ApiKey").objects.create(
+        user_id=user.pk, name="laptop", prefix=KEY[:12], key_hash=principals.hash_secret(KEY)
     )
-    try:
-        MigrationExecutor(connection).migrate(BEFORE)
-        _plant(MigrationExecutor(connection).loader.project_state(BEFORE).apps)
-    finally:
-        newest = MigrationExecutor(connection)
-        newest.migrate(newest.loader.graph.leaf_nodes())
+    old.get_model("nodes", "InitialPassword").objects.create(user_id=user.pk)
+    ContentType.objects.filter(app_label="accounts").delete()
+    kind, _ = ContentType.objects.get_or_create(app_label="nodes", model="apikey")
+    may, _ = Permission.objects.get_or_create(
+        content_type=kind, codename="view_apikey", defaults={"name": "Can view API key"}
+    )
+    user.user_permissions.add(may)
 
 
-def _plant(old: Any) -> None:
+def _old_key(name: str) -> str:
+    return name.casefold()
+
+
+def _plant_names(old: Any) -> None:
+    for name in (CYRILLIC, ALPHA, LATIN, OTHER):
+        old.get_model("nodes", "BackendNode").objects.create(
+            name=name, name_key=_old_key(name), address="10.0.0.1:1", fingerprint=name.encode().hex()
+        )
+
+
+def _plant_engines(old: Any) -> None:
     now = clock.now()
     names = ("BackendNode", "NodeModel", "EngineStart")
     nodes, replicas, notes = (old.get_model("nodes", name).objects for name in names)
@@ -110,6 +167,35 @@ def _plant(old: Any) -> None:
     notes.create(node_id=uuid4(), model_name="of a removed node", mark="x")
 
 
+@pytest.mark.django_db
+@pytest.mark.usefixtures("moved")
+def test_keys_passwords_and_permissions_survive_the_move() -> None:
+    """They move from the app `nodes` to `accounts`."""
+    caller = principals.owner_of(principals.classify_credential(KEY))
+    assert caller.name == "ann"
+    assert ApiKey.objects.get().name == "laptop"
+    user = User.objects.get(username="ann")
+    assert InitialPassword.objects.get().user == user
+    assert user.has_perm("accounts.view_apikey")
+
+
+@pytest.mark.django_db
+@pytest.mark.usefixtures("moved")
+@pytest.mark.rule("R1.22", "R1.29")
+def test_rows_that_look_alike_survive_the_new_keys() -> None:
+    """The name in ASCII keeps its key, whichever came first; each worker is still known by its own name."""
+    keys = {node.name: node.name_key for node in BackendNode.objects.all()}
+    ids = {node.name: node.id for node in BackendNode.objects.all()}
+    assert keys[LATIN] == "gpu-a"
+    assert keys[OTHER] == names.key(OTHER) != _old_key(OTHER)
+    assert {keys[CYRILLIC], keys[ALPHA]} == {f"gpu-a#{ids[CYRILLIC]}", f"gpu-a#{ids[ALPHA]}"}
+    # It is found by its very name, and its new secret is a conflict for an admin, not another node.
+    assert api.register(api.registration(CYRILLIC)).status_code == 409
+    assert {node.name: node.id for node in BackendNode.objects.all()} == ids
+    assert ids.keys() == {LATIN, CYRILLIC, ALPHA, OTHER, "one"}
+
+
+@pytest.mark.django_db
 @pytest.mark.usefixtures("moved")
 def test_every_engine_has_a_row_in_the_phase_that_follows() -> None:
     found = {
@@ -126,6 +212,7 @@ def test_every_engine_has_a_row_in_the_phase_that_follows() -> None:
     assert (stopped.stop_attempts, stopped.stop_error) == (3, "stuck")
 
 
+@pytest.mark.django_db
 @pytest.mark.usefixtures("moved")
 def test_controllers_go_on_with_what_was_under_way() -> None:
     """What a running load owns stays; every other engine that was to go is stopped."""
@@ -138,7 +225,7 @@ def test_controllers_go_on_with_what_was_under_way() -> None:
 
 @pytest.fixture
 def restored() -> Iterator[str]:
-    """The URL of a database that `pg_dump --inserts` has written at `BEFORE`, with the rows of `_plant`."""
+    """The URL of a database that `pg_dump --inserts` has written at `BEFORE_PHASES`, with these engines."""
     here = conninfo_to_dict(conninfo())
     with psycopg.connect(conninfo(), autocommit=True) as link:
         link.execute("CREATE DATABASE former_release")
@@ -149,6 +236,7 @@ def restored() -> Iterator[str]:
         link.execute("DROP DATABASE former_release WITH (FORCE)")
 
 
+@pytest.mark.django_db(transaction=True)
 def test_a_dump_of_the_former_release_is_migrated_without_losing_an_engine(restored: str) -> None:
     """As an operator does it: restore, `manage.py migrate`; nothing is under way that has no owner."""
     environment = {**os.environ, "DATABASE_URL": restored}
