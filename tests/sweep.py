@@ -78,6 +78,14 @@ def tests(*words: str) -> tuple[str, ...]:
 
 def parts() -> tuple[Part, ...]:
     """Everything that is swept."""
+    named = _named_parts()
+    played = {word for part in named for word in part.argv}
+    rest = {*using("swept"), *using("swept", "tests/acceptance")} - played
+    return (*named, Part("other long tests", tests(*sorted(rest))))
+
+
+def _named_parts() -> tuple[Part, ...]:
+    """The parts with rounds, settings or a line of the table of their own."""
     return (
         Part("races", tests(*using("@repeated")), EFFORT),
         Part("stateful", tests(*using("run_state_machine_as_test")), EFFORT),

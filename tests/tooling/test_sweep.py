@@ -64,3 +64,17 @@ def test_every_part_finds_its_tests() -> None:
     """A word that no file has would let pytest run everything."""
     for part in sweep.parts():
         assert "pytest" not in part.argv or any(word.startswith("tests/") for word in part.argv), part.name
+
+
+def test_each_test_that_is_left_to_the_sweep_is_in_a_part() -> None:
+    """A test that a usual run skips and no part plays would never run."""
+    played = tuple(word for part in sweep.parts() for word in part.argv if word.startswith("tests/"))
+    files = (file for file in (sweep.ROOT / "tests").rglob("test_*.py") if file != Path(__file__))
+    left = [
+        name
+        for file in files
+        for name in [file.relative_to(sweep.ROOT).as_posix()]
+        if "swept" in (text := file.read_text("utf-8")) or "`make sweep` plays it" in text
+        if not any(name == word or name.startswith(f"{word}/") for word in played)
+    ]
+    assert left == []
