@@ -41,17 +41,14 @@ MIN_BYTES_PER_SECOND = 4096
 """Bytes per second that a server must send. A slower server uses up `STALL_TIMEOUT`."""
 BODY_TIMEOUT = 60.0
 """Maximum seconds for the body of a document that is read into memory."""
-MAX_REDIRECTS = 5
+MAX_REDIRECTS, MAX_RETRY_AFTER_SECONDS = 5, 3600.0
 MAX_URL_LENGTH, MAX_MESSAGE_LENGTH = 8192, 300
-MAX_RETRY_AFTER_SECONDS = 3600.0
 _MAX_ERROR_BODY_BYTES = 16 * 1024
-_REDIRECT_STATUSES = (301, 302, 303, 307, 308)
-_TEMPORARY_STATUSES = (408, 425, 429)
+_REDIRECT_STATUSES, _TEMPORARY_STATUSES = (301, 302, 303, 307, 308), (408, 425, 429)
 _REDIRECTED_HEADERS = ("accept", "range", "if-range", "if-none-match")
 """Headers of the caller that are kept in a redirect to another origin."""
 _CONTENT_RANGE_PATTERN = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15}|\*)")
-_NUMBER_PATTERN = re.compile(r"\d{1,15}")
-"""Bytes of a file. The sum of many such numbers is still one of 64 bits."""
+_NUMBER_PATTERN = re.compile(r"\d{1,15}")  # the sum of many is still a number of 64 bits
 
 # Both log addresses or headers, and the query of a signed address is a credential.
 for _logger in ("httpx", "httpcore"):
