@@ -73,7 +73,7 @@ class Actor(threading.Thread):
         """The row of this start message."""
         self.skew = timedelta()
         """Error of its clock."""
-        self.is_dead = self.stops_inside = False
+        self.is_dead = self.stops_inside = self.is_in_transaction = False
         self.runs_through: Callable[[str], None] | None = None
         """Called at each point instead of a stop."""
         self.error: BaseException | None = None
@@ -123,10 +123,10 @@ class Actor(threading.Thread):
         if self.runs_through is not None and not self.is_dead:
             self.runs_through(point)
         elif not self.is_dead and (self.stops_inside or not self._connection.in_atomic_block):
-            self.point = point
+            self.point, self.is_in_transaction = point, self._connection.in_atomic_block
             self.back.set()
             self._go.acquire()
-            self.point = ""
+            self.point, self.is_in_transaction = "", False
         if self.is_dead:
             raise Killed
 
@@ -169,14 +169,16 @@ def wait(actor: Actor, everybody: list[Actor]) -> bool:
     Return True if any of them continued.
     """
     waited, was_blocked = 0.0, False
-    while not actor.back.wait(0.05):
-        waited += 0.05
+    # Each look costs a statement, so it is rare while no transaction is stopped that could hold a lock.
+    others = [other for other in everybody if other is not actor]
+    while not actor.back.wait(interval := 0.05 if any(other.is_in_transaction for other in others) else 1.0):
+        waited += interval
         assert waited < _MAX_WAIT, f"{actor.name} does not come back from {actor.job}"
         with connection.cursor() as cursor:
             cursor.execute(BLOCKERS, [actor.pid])
             blockers = {pid for (pid,) in cursor.fetchall()}
-        for other in everybody:
-            if other is not actor and other.pid in blockers and other.back.is_set() and other.point:
+        for other in others:
+            if other.pid in blockers and other.back.is_set() and other.point:
                 other.stops_inside = False
                 other.resume()
                 wait(other, everybody)

@@ -80,11 +80,11 @@ ASKED = st.builds(
 
 def set_up(present: Sequence[Present]) -> list[Operation]:
     """Write the operations; of several active ones with one key the first."""
-    rows, active = [], set[str]()
+    rows, targets, active = [], [], set[str]()
     for number, it in enumerate(present):
         status = Status.CANCELLED if it.status in ACTIVE and it.key in active else it.status
         active |= {it.key} if status in ACTIVE else set()
-        row = Operation.objects.create(
+        row = Operation(
             id=UUID(int=100 + number),
             kind=it.kind,
             key=it.key,
@@ -96,8 +96,10 @@ def set_up(present: Sequence[Present]) -> list[Operation]:
             dismissed_at=NOW if it.dismissed and status == Status.FAILED else None,
         )
         for node_id, part in zip(NODES, it.targets, strict=False):
-            OperationTarget.objects.create(operation=row, node_id=node_id, node_name="w", status=part)
+            targets.append(OperationTarget(operation=row, node_id=node_id, node_name="w", status=part))
         rows.append(row)
+    Operation.objects.bulk_create(rows)
+    OperationTarget.objects.bulk_create(targets)
     return rows
 
 
