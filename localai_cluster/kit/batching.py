@@ -138,22 +138,21 @@ class CallBatcher(Generic[T, R]):
         return await result
 
     async def _call_batch(self, batch: Mapping[object, tuple[T, "asyncio.Future[R]"]]) -> None:
-        calls = list(batch.values())
+        try:
+            await self._call_items(list(batch.values()))
+        except asyncio.CancelledError:
+            _fail_all(batch.values())  # also those whose turn has not come
+            raise
+
+    async def _call_items(self, calls: Sequence[tuple[T, "asyncio.Future[R]"]]) -> None:
         try:
             results = await self._call([item for item, _ in calls])
         except self._one_by_one as error:
             if len(calls) == 1:
                 _set_error(calls[0][1], error)
                 return
-            try:
-                for key, call in batch.items():
-                    await self._call_batch({key: call})
-            except asyncio.CancelledError:
-                _fail_all(calls)  # those whose turn has not come
-                raise
-        except asyncio.CancelledError:
-            _fail_all(calls)
-            raise
+            for call in calls:
+                await self._call_items([call])
         except Exception as error:
             for _, result in calls:
                 _set_error(result, error)

@@ -16,11 +16,12 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import gallery_index
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from nodes.backends import catalogue, inventory, node_commands
 from nodes.models import BackendNode, NodeBackend
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api, backends, hot
 from tests.support import intents as wished
 

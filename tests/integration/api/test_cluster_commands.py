@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 import yaml
 
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock
 from nodes.api import cluster_backends
 from nodes.api.models import wait_for_end
@@ -17,7 +18,7 @@ from nodes.backends import catalogue, intents
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from operations.models import Operation
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api, hot
 from tests.support.races import meanwhile
 

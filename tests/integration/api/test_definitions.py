@@ -10,11 +10,12 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock
 from nodes.definitions import schema, store
 from nodes.models import ModelDefinition
 from operations.models import Operation
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -10,10 +10,11 @@ import yaml
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock
 from nodes.backends import catalogue
 from nodes.models import NodeBackend
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db

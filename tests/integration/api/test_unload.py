@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 from django.db import OperationalError
 
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Conflict
 from localai_cluster.rpc.errors import Lost
@@ -24,7 +25,7 @@ from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.models import Event as State
 from operations.models import Operation
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api, hot
 from tests.support.fleet import at_once
 from tests.support.races import meanwhile

@@ -16,6 +16,7 @@ import yaml
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from nodes.backends import catalogue, inventory, upgrade_check, upgrade_state
@@ -24,7 +25,7 @@ from nodes.models import BackendNode, BackendOffer, NodeBackend, UpgradeCheck
 from nodes.reconcilers import tasks
 from nodes.reconcilers.tasks import SCHEDULES
 from operations.executor.work import in_thread
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api
 from tests.support.intents import DELETE, INSTALL, ask
 

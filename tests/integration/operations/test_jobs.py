@@ -8,6 +8,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intents import Ended
@@ -16,7 +17,7 @@ from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.models import Operation
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api, hot
 from tests.support import intents as wished
 

@@ -14,9 +14,10 @@ from asgiref.sync import async_to_sync
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
+from localai_cluster.api_document import document
 from operations.api import history
 from operations.models import Operation, OperationTarget
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api
 
 pytestmark = pytest.mark.django_db

@@ -30,8 +30,9 @@ _ENDED_SQL = """
         created_at, finished_at, dismissed_by, dismissed_comment, updated_at, node_name, lost_leases,
         lease_owner, fence
     ) SELECT
-        gen_random_uuid(), CASE mod(n, 2) WHEN 0 THEN 'backend_upgrade' ELSE 'model_load' END, 'k' || n, 'm' || n,
-        '{}', '{}', mod(n, 2) = 0, '', CASE mod(n, 50) WHEN 0 THEN 'cancelled' ELSE 'completed' END, '', '', '', 100,
+        gen_random_uuid(), CASE mod(n, 2) WHEN 0 THEN 'backend_upgrade' ELSE 'model_load' END, 'k' || n,
+        'm' || n, '{}', '{}', mod(n, 2) = 0, '',
+        CASE mod(n, 50) WHEN 0 THEN 'cancelled' ELSE 'completed' END, '', '', '', 100,
         0, 0, 'a', '', '', 0, day, 0, day, day, '', '', day, '', 0, '', 0
     FROM generate_series(1, 6000) n CROSS JOIN (SELECT %s::timestamptz AS day) d
 """

@@ -13,13 +13,14 @@ from localai_cluster import health, system_health
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.accounts.sessions import SessionStore
+from localai_cluster.api_document import document
 from localai_cluster.kit import clock, disk, periodic
 from localai_cluster.kit.periodic import RecurringTask
 from nodes.live import watch
 from nodes.models import WebProcess
 from operations.executor import controllers
 from operations.models import Operation, Status
-from tests.integration.api.test_document import document, fits
+from tests.integration.api.test_document import fits
 from tests.support import api, hot, pages
 
 pytestmark = pytest.mark.django_db(transaction=True)
