@@ -32,7 +32,7 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
     """
 
     fields = ("name", "func", "cron", "next_run")
-    readonly_fields = ("name", "func")
+    readonly_fields: ClassVar[Any] = ("name", "func")
 
     list_display: Any = ("name", "cron", "running", "next_run", "get_last_run", "get_success")
     list_display_links: Any = ("name",)

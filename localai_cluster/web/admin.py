@@ -30,11 +30,12 @@ class ModelAdmin(_ModelAdmin):
         name = lookup.partition("__")[0]
         with suppress(FieldDoesNotExist):
             name = self.opts.get_field(name).name
+        filters: Any = self.get_list_filter(request)
         shown = [
             *("pk", self.opts.pk.name, self.date_hierarchy),
             *flatten_fieldsets(self.get_fieldsets(request)),
             *self.get_list_display(request),
-            *flatten(self.get_list_filter(request)),
+            *flatten(filters),
         ]
         return name in shown and super().lookup_allowed(lookup, value, request)
 
