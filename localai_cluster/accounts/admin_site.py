@@ -17,7 +17,7 @@ from django.contrib.auth import REDIRECT_FIELD_NAME
 from django.core.exceptions import BadRequest
 from django.db import DataError, transaction
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 
@@ -81,12 +81,12 @@ def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) 
 
 
 def _refuse_impossible_addresses(view: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a view that raises BadRequest for an id or filter that the database cannot use in time."""
+    """Return a view that answers 404 to an id, and 400 to a filter, that the database cannot use in time."""
 
     @wraps(view)
     def checked(request: HttpRequest, *args: Any, **named: Any) -> Any:
         if "\0" in request.path:
-            raise BadRequest("no id contains NUL")
+            raise Http404("no id contains NUL")
         if any("regex" in name for name in request.GET):
             raise BadRequest("no list is filtered by a regular expression")
         try:
@@ -112,7 +112,7 @@ class Site(AdminSite):
         self.add_action(_delete_selected, "delete_selected")
 
     def admin_view(self, view: Any, cacheable: bool = False) -> Any:
-        """Return the view for staff only; an impossible id or filter in the address gets 400."""
+        """Return the view for staff only; an impossible id or filter in the address is refused."""
         return super().admin_view(_refuse_impossible_addresses(view), cacheable)
 
     def get_urls(self) -> list[Any]:

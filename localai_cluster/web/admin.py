@@ -1,6 +1,5 @@
 """Base classes for pages of Django's admin."""
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
@@ -27,17 +26,19 @@ class ModelAdmin(_ModelAdmin):
 
         A column that no page shows is refused: its value could be guessed by its beginning.
         """
-        name = lookup.partition("__")[0]
-        with suppress(FieldDoesNotExist):
-            name = self.opts.get_field(name).name
+        is_allowed = super().lookup_allowed(lookup, value, request)
+        try:
+            name = self.opts.get_field(lookup.partition("__")[0]).name
+        except FieldDoesNotExist:
+            return is_allowed
         filters: Any = self.get_list_filter(request)
         shown = [
-            *("pk", self.opts.pk.name, self.date_hierarchy),
+            *(self.opts.pk.name, self.date_hierarchy),
             *flatten_fieldsets(self.get_fieldsets(request)),
             *self.get_list_display(request),
             *flatten(filters),
         ]
-        return name in shown and super().lookup_allowed(lookup, value, request)
+        return name in shown and is_allowed
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
