@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from django.contrib import admin
+from django.core.exceptions import ValidationError
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest
@@ -21,6 +22,18 @@ from operations.models import ControllerBeat, Operation, OperationTarget, Sequen
 setattr(ScheduleAdmin.get_last_run, "short_description", "last run")  # noqa: B010 - as Django reads it
 setattr(resubmit_task, "allowed_permissions", ("change",))  # noqa: B010 - as Django reads it
 admin.site.unregister(Schedule)
+
+
+def _require_next_time(cron: str) -> None:
+    """Raise ValidationError for a cron expression without a next time: no schedule would run any more.
+
+    django-q2 calculates the next times of all due schedules in one transaction.
+    """
+    schedule: Any = Schedule(schedule_type=Schedule.CRON, cron=cron)
+    try:
+        schedule.calculate_next_run()
+    except ValueError as error:
+        raise ValidationError(f"This expression has no next time: {error}") from None
 
 
 @admin.register(Schedule)
@@ -42,6 +55,12 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Return False: only the code declares schedules."""
         return False
+
+    def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        """Return the form field of a column; a schedule needs a cron expression that has a next time."""
+        if db_field.name == "cron":
+            kwargs |= {"required": True, "validators": [_require_next_time]}
+        return super().formfield_for_dbfield(db_field, request, **kwargs)
 
     @admin.display(boolean=True, description="running")
     def running(self, row: Schedule) -> bool:

@@ -34,7 +34,7 @@ _MAX_REUSE_MEMORY_KIB = 256 * 1024
 
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(RuntimeError, TypeError, ValueError),
+    *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
 """Exceptions that mean that the template is unusable."""
 

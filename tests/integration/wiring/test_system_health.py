@@ -175,6 +175,19 @@ def test_no_schedule_of_the_admin_runs_code_of_its_own(root: Client) -> None:
     assert (row.args, row.kwargs, row.hook, row.schedule_type) == (None, None, None, Schedule.CRON)
 
 
+@pytest.mark.parametrize("cron", ["", "0 0 31 2 *", "61 * * * *"])
+def test_a_schedule_without_a_next_time_is_refused(root: Client, cron: str) -> None:
+    """django-q2 calculates all due schedules in one transaction: one of them stopped all others."""
+    periodic.ensure_schedules([PASS])
+    row = Schedule.objects.get()
+    root.handler.enforce_csrf_checks = False
+    body = {"cron": cron, "next_run_0": "2026-11-30", "next_run_1": "12:00:00"}
+    page = root.post(f"/admin/django_q/schedule/{row.pk}/change/", body)
+    assert page.status_code == 200
+    assert "errorlist" in page.content.decode()
+    assert Schedule.objects.get().cron == PASS.cron
+
+
 def test_who_may_only_see_failed_tasks_cannot_run_them_again() -> None:
     viewer = pages.staff("ann", "view_failure")
     times = {"started": clock.now(), "stopped": clock.now()}

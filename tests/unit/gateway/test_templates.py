@@ -106,6 +106,17 @@ def test_a_large_web_process_keeps_its_template_process(started: list[templates.
     assert (len(started), len(memory)) == (1, 400 * 1024 * 1024)
 
 
+def test_a_template_that_python_cannot_compile_does_not_end_the_process(
+    started: list[templates._TemplateProcess],
+) -> None:
+    """Jinja compiles to Python, which nests at most 20 loops."""
+    loops = 25
+    source = "{% for i in [1] %}" * loops + "{% endfor %}" * loops
+    with pytest.raises(templates.TemplateUnusable, match="nested"):
+        made(source)
+    assert (made("{{ 1 }}"), len(started)) == ("1", 1)
+
+
 def test_a_process_that_does_not_answer_is_given_up(
     started: list[templates._TemplateProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
