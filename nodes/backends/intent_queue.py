@@ -107,9 +107,10 @@ async def wait_until_drained(
         withdrawal, is_overdue = await in_thread(_withdraw, intent, confirmed)
         if withdrawal.last_of:
             try:
-                if clock.monotonic() >= patience:
+                # Not before another node was tried, however slow this process is.
+                if last_message and clock.monotonic() >= patience:
                     reason = _last_replica_reason(withdrawal.last_of)
-                    raise LastReplicaBlocked(f"{reason} ({last_message or 'no other node has it in time'})")
+                    raise LastReplicaBlocked(f"{reason} ({last_message})")
                 message = await in_thread(_replace, intent, withdrawal.last_of, loads, load_elsewhere)
             except LastReplicaBlocked as blocked:
                 pause = _blocked_pause(intent, clock.now())
