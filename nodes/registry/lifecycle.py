@@ -171,6 +171,8 @@ def mark_in_doubt(
 
     `detail` is appended to the reason.
     """
+    if not node_ids:
+        return 0
     silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit))
     in_doubt = silent.filter(pk__in=node_ids, unhealthy_at__isnull=True)
     return _apply_to_nodes(in_doubt, Event.MARKED_UNHEALTHY, actor, now, _silence(limit) + detail)
@@ -183,6 +185,8 @@ def mark_silent(
 
     `detail` is appended to the reason.
     """
+    if not node_ids:
+        return 0
     silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit)).filter(pk__in=node_ids)
     return _apply_to_nodes(silent, Event.FELL_SILENT, actor, now, _silence(limit) + detail)
 
@@ -200,6 +204,8 @@ def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -
 
     Changes nothing else. Returns the number of these nodes.
     """
+    if not node_ids:
+        return 0
     responsive = BackendNode.objects.filter(pk__in=node_ids, last_heartbeat__gt=F("unhealthy_at"))
     return _apply_to_nodes(responsive, Event.MARKED_HEALTHY, actor, now, "contact restored")
 
