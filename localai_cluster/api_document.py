@@ -57,7 +57,7 @@ _GENERATION_LOCK = threading.Lock()
 
 
 def document() -> dict[str, Any]:
-    """Return the OpenAPI document. It is the same for every reader, and takes a process a second once."""
+    """Return the OpenAPI document. A process generates it once."""
     with _GENERATION_LOCK:
         return _generate()
 

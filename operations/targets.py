@@ -14,8 +14,11 @@ from operations.models import QUEUED, Operation, OperationTarget, Status, Target
 
 ENDED = (TargetStatus.SUCCESS, TargetStatus.ERROR, TargetStatus.CANCELLED, TargetStatus.SUPERSEDED)
 UNFINISHED = tuple(status for status in TargetStatus if status not in ENDED)
-"""The other statuses. A query that excludes `ENDED` instead uses no partial index: it reads all targets of
-90 days."""
+"""The statuses of a target that has not ended.
+
+Queries filter by these and do not exclude `ENDED`, because PostgreSQL uses a partial index only for a
+condition that implies its own.
+"""
 NO_ELIGIBLE_NODE = "no eligible node"
 MAX_RUNNING_PERCENT = 99.0
 _MAX_BYTES = 2**63 - 1
@@ -168,6 +171,6 @@ def restart_targets(operations: Iterable[Operation]) -> None:
     for operation_id, parts in of(rows.values()).items():
         ended = [part for part in parts if part.status in ENDED]
         raise_progress(rows[operation_id], sum(map(target_progress, ended)) / len(parts))
-    OperationTarget.objects.filter(operation_id__in=rows).filter(status__in=UNFINISHED).update(
+    OperationTarget.objects.filter(operation_id__in=rows, status__in=UNFINISHED).update(
         status=TargetStatus.QUEUED, percentage=0, phase="", file_name="", current_bytes=0, total_bytes=0
     )

@@ -41,10 +41,12 @@ MIN_BYTES_PER_SECOND = 4096
 """Bytes per second that a server must send. A slower server uses up `STALL_TIMEOUT`."""
 BODY_TIMEOUT = 60.0
 """Maximum seconds for the body of a document that is read into memory."""
-MAX_REDIRECTS, MAX_RETRY_AFTER_SECONDS = 5, 3600.0
+MAX_REDIRECTS = 5
 MAX_URL_LENGTH, MAX_MESSAGE_LENGTH = 8192, 300
+MAX_RETRY_AFTER_SECONDS = 3600.0
 _MAX_ERROR_BODY_BYTES = 16 * 1024
-_REDIRECT_STATUSES, _TEMPORARY_STATUSES = (301, 302, 303, 307, 308), (408, 425, 429)
+_REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+_TEMPORARY_STATUSES = (408, 425, 429)
 _REDIRECTED_HEADERS = ("accept", "range", "if-range", "if-none-match")
 """Headers of the caller that are kept in a redirect to another origin."""
 _CONTENT_RANGE_PATTERN = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15}|\*)")
@@ -175,9 +177,8 @@ class Outbound:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise SourceUnreachable(f"{_host_and_path(target)}: {_connection_problem(error)}") from error
         except (httpx.HTTPError, TimeoutError) as error:
-            raise SourceError(
-                f"{_host_and_path(target)}: {_connection_problem(error)}", can_retry=True
-            ) from error
+            problem = f"{_host_and_path(target)}: {_connection_problem(error)}"
+            raise SourceError(problem, can_retry=True) from error
 
     async def read(self, url: str, limit: int, headers: Mapping[str, str] | None = None) -> bytes:
         """Return a document of at most `limit` bytes. Raise SourceError, also for a longer document."""
@@ -234,9 +235,8 @@ class Outbound:
             if authorization:
                 sent["Authorization"] = authorization
             async with asyncio.timeout(HEADERS_TIMEOUT):
-                request = client.build_request(method, url, headers=sent)
                 try:
-                    response = await client.send(request, stream=True)
+                    response = await client.send(client.build_request(method, url, headers=sent), stream=True)
                 except UnicodeError:  # httpx prepares the next request, also if it is not to follow
                     raise SourceError(f"{_host_and_path(url)} redirects to a malformed address") from None
             if response.status_code not in _REDIRECT_STATUSES:

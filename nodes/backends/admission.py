@@ -117,7 +117,7 @@ def _admit_once(request: BackendRequest, scope: RequestScope, now: datetime) -> 
 
 
 def _open_nodes(operation: Operation) -> set[UUID]:
-    open_targets = OperationTarget.objects.filter(operation=operation).filter(status__in=targets.UNFINISHED)
+    open_targets = OperationTarget.objects.filter(operation=operation, status__in=targets.UNFINISHED)
     return set(open_targets.values_list("node_id", flat=True))
 
 
@@ -266,7 +266,7 @@ def _unopened_targets_to_replace(
     if request.kind != DELETE:
         upgrades = upgrades.filter(pk__in=[active.pk] if active else [])
     unopened = OperationTarget.objects.filter(operation__in=upgrades, intent_id__isnull=True)
-    replaced = unopened.filter(node_id__in=node_ids).filter(status__in=targets.UNFINISHED)
+    replaced = unopened.filter(node_id__in=node_ids, status__in=targets.UNFINISHED)
     return list(replaced.values_list("pk", flat=True))
 
 

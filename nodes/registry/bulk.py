@@ -141,7 +141,7 @@ class RunOnNodes:
 
 
 def _unfinished_nodes(work: Work) -> list[UUID]:
-    unfinished = OperationTarget.objects.filter(operation_id=work.id).filter(status__in=targets.UNFINISHED)
+    unfinished = OperationTarget.objects.filter(operation_id=work.id, status__in=targets.UNFINISHED)
     return list(unfinished.order_by("node_id").values_list("node_id", flat=True))
 
 

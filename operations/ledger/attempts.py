@@ -123,7 +123,7 @@ def finish(
         operation.progress = 100 if ok else operation.progress
         operation.result = dict(result or {})
         operation.save()
-        unfinished = OperationTarget.objects.filter(operation=operation).filter(status__in=targets.UNFINISHED)
+        unfinished = OperationTarget.objects.filter(operation=operation, status__in=targets.UNFINISHED)
         if ok:
             unfinished.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
         else:

@@ -68,7 +68,7 @@ def apply_changes(
     """
     by_id = held or {}
     condition = Q(intent_id__in=changes) | Q(pk__in=by_id, intent_id__isnull=True)
-    named = OperationTarget.objects.filter(condition).filter(status__in=targets.UNFINISHED)
+    named = OperationTarget.objects.filter(condition, status__in=targets.UNFINISHED)
     ids = set(named.values_list("operation_id", flat=True)) if changes or by_id else set()
     if not ids:
         return ChangedOperations((), {})
