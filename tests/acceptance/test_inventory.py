@@ -39,7 +39,7 @@ def test_what_is_installed_where(empty: Cluster) -> None:
     eventually(lambda: empty.get(other, job["statusUrl"]).json().get("completed"), what="echo is installed")
     assert backends(empty, other, at)[0] == ["echo"]
     entries = empty.get(other, "/api/backends").json()["backends"]
-    assert {one["name"]: len(one["nodes"]) for one in entries} == {"minilm": 0, "echo": 1, "broken": 0}
+    assert {one["name"] for one in entries if one["nodes"]} == {"echo"}
 
     worker.child.send_signal(signal.SIGSTOP)
     assert empty.rows(OLDER) == [("w1",)]
