@@ -160,14 +160,14 @@ func failures() {
 	}
 	_, _, err := ask(&api.ChatRequest{Model: "m", Messages: user("Break off.")})
 	expect(err != nil && strings.Contains(err.Error(), "out of ideas"), err)
+	err = client.Delete(ctx, &api.DeleteRequest{Model: "m"})
+	expect(status(err) == 409 && strings.Contains(err.Error(), "models folder"), err)
 	digest := "sha256:" + strings.Repeat("0", 64)
-	for _, err := range []error{
-		client.Delete(ctx, &api.DeleteRequest{Model: "m"}),
-		client.Copy(ctx, &api.CopyRequest{Source: "m", Destination: "n"}),
-		client.CreateBlob(ctx, digest, strings.NewReader("x")),
-	} {
-		expect(status(err) == 403 && strings.Contains(err.Error(), "administrators"), err)
-	}
+	err = client.CreateBlob(ctx, digest, strings.NewReader("x"))
+	expect(status(err) == 403 && strings.Contains(err.Error(), "administrators"), err)
+	err = client.Copy(ctx, &api.CopyRequest{Source: "m", Destination: "m"})
+	expect(status(err) == 409, err)
+	check(client.Copy(ctx, &api.CopyRequest{Source: "m", Destination: "copy of m"}))
 	_, err = connect("wrong").List(ctx)
 	expect(status(err) == 401, err)
 }
