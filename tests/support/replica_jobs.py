@@ -167,11 +167,16 @@ class Cluster:
 
     @contextmanager
     def ended(self, left: Callable[[], set[str]]) -> Iterator[None]:
-        """Check that nothing that `left` finds before the block is left after it."""
-        before = left()
-        yield
+        """Check that nothing that `left` finds before the block is left after it, also if the job fails."""
+        before, failure = left(), None
+        try:
+            yield
+        except (ClusterError, Postpone, CommandFailed) as error:
+            failure = error
         stays = before & left()
         assert not stays, f"nobody moves these on: {stays}"
+        if failure:
+            raise failure
 
     def reaps(self) -> None:
         """Let a controller take over the operations that another one has left."""
