@@ -319,6 +319,7 @@ class _MergedTree:
 
     def _ensure_folder(self, path: PurePosixPath, layer: int, *, is_parent: bool = False) -> _Folder:
         """Return the folder at `path`; create missing folders. Raise BadSource."""
+        source_files.check_depth(path, "the archive")
         folder = self.root
         for depth, part in enumerate(path.parts):
             node = folder.children.get(part)

@@ -178,17 +178,18 @@ class BackendStore:
     def recover(self) -> None:
         """Clean up after a killed worker: remove unfinished installs, restore an old version.
 
-        Partial downloads are kept for a day, because the next install resumes them.
+        Partial downloads are kept for a day, because the next install resumes them. A leftover that cannot be
+        removed does not keep the worker from starting.
         """
         remove_old_partials(self.backends)
         for path in list(self.backends.iterdir()):
             if path.name.startswith(REMOVED_PREFIX) or path.name.endswith(STAGED_SUFFIX):
                 log.info("removing unfinished install %s", path.name)
-                discard(path)
+                _discard_leftover(path)
             elif path.name.endswith(BACKUP_SUFFIX):
                 target = path.with_name(path.name.removesuffix(BACKUP_SUFFIX))
                 if target.exists():
-                    discard(path)
+                    _discard_leftover(path)
                 else:
                     log.warning("an install was interrupted; restoring the previous %s", target.name)
                     path.rename(target)
@@ -263,6 +264,13 @@ def discard(path: Path) -> None:
         shutil.rmtree(renamed)
     else:
         renamed.unlink()
+
+
+def _discard_leftover(path: Path) -> None:
+    try:
+        discard(path)
+    except (OSError, RecursionError) as error:
+        log.warning("cannot remove %s: %s", path, error)
 
 
 def _list_backend_folders(base: Path) -> Iterator[Path]:

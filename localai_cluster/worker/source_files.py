@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO
 
 from localai_cluster.kit import clock
@@ -22,6 +22,8 @@ from localai_cluster.kit.errors import ClusterError
 CHUNK_BYTES = 1024 * 1024
 RATE_STEPS_PER_SECOND = 20  # pieces per second under a limit, so that progress moves evenly
 HEADROOM_BYTES = 64 * 1024 * 1024
+MAX_FOLDER_DEPTH = 128
+"""Maximum number of folders below each other: Python before 3.13 cannot remove a much deeper tree."""
 SHUTDOWN_MESSAGE = "the worker is shutting down; the install was cancelled"
 
 OnBytes = Callable[[int, int, str], None]
@@ -41,6 +43,12 @@ class BadSource(ClusterError):
 
 class DiskFull(BadSource):
     """The disk has too little free space, or a quota is exhausted."""
+
+
+def check_depth(folder: PurePath, source: str) -> None:
+    """Raise BadSource if this relative path has more than `MAX_FOLDER_DEPTH` folders."""
+    if len(folder.parts) > MAX_FOLDER_DEPTH:
+        raise BadSource(f"{source} has more than {MAX_FOLDER_DEPTH} folders below each other")
 
 
 def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
@@ -157,6 +165,7 @@ def _plan_copy(source: Path, stopped: threading.Event) -> _CopyPlan:
         if stopped.is_set():
             raise WorkCancelled(SHUTDOWN_MESSAGE)
         folder = pending.pop()
+        check_depth(folder, "the source")
         plan.folders.append((folder, stat.S_IMODE(os.lstat(source / folder).st_mode) & 0o777))
         with os.scandir(source / folder) as entries:
             for item in entries:

@@ -681,6 +681,21 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "target").exists()
 
 
+DEEP = "/".join(["d"] * 200)
+
+
+@pytest.mark.parametrize("entries", [[entry(f"{DEEP}/x", b"x")], [entry(DEEP, type=tarfile.DIRTYPE)]])
+def test_folders_below_each_other_are_bounded(
+    tmp_path: Path, entries: list[tuple[tarfile.TarInfo, bytes]]
+) -> None:
+    """Such a tree could not be removed again, and the cleanup at each start would end the worker."""
+    with pytest.raises(BadSource, match="128 folders below each other"):
+        opened(tar(*entries), tmp_path)
+    assert not (tmp_path / "target").exists()
+    usual = "/".join(["d"] * source_files.MAX_FOLDER_DEPTH)
+    assert (opened(tar(entry(f"{usual}/x", b"x")), tmp_path) / usual / "x").read_bytes() == b"x"
+
+
 def test_sparse_files_and_negative_sizes_are_refused(tmp_path: Path) -> None:
     sparse = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "x"}
     sparse["GNU.sparse.realsize"] = str(2**50)

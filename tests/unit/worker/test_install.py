@@ -127,6 +127,32 @@ def test_odd_things_in_the_source_are_refused(tmp_path: Path) -> None:
         copy_tree(source, tmp_path / "target", Throttle(0), threading.Event(), lambda *_: None)
 
 
+def test_a_source_is_not_copied_deeper_than_it_could_be_removed(tmp_path: Path) -> None:
+    source = backend(tmp_path / "source")
+    (source / "/".join(["d"] * 200)).mkdir(parents=True)
+    with pytest.raises(BadSource, match="128 folders below each other"):
+        copy_tree(source, tmp_path / "target", Throttle(0), threading.Event(), lambda *_: None)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("error", [PermissionError(1, "no"), RecursionError("too deep")])
+def test_a_leftover_that_cannot_be_removed_does_not_keep_the_worker_from_starting(
+    store: BackendStore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Files of another user, or a tree of an earlier version that is too deep."""
+
+    def refuse(_: Path) -> None:
+        raise error
+
+    base = store.backends
+    for name in (".leaving-abc", "a.install-tmp", "b", "b.install-backup", "c.install-backup"):
+        backend(base / name, name)
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    store.recover()
+    assert {path.name for path in base.iterdir() if not path.name.startswith(".leaving-")} == {"b", "c"}
+    assert "c.install-backup" in (base / "c" / "run.sh").read_text()
+
+
 def test_a_full_disk_is_told_before_a_byte_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_files, "HEADROOM_BYTES", 2**62)
     with pytest.raises(BadSource, match="Free up space"):
