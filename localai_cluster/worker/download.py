@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -107,13 +107,12 @@ class _BodyRange:
     total: int
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """State of a download: a response's offset, the archive's size, the hash of all earlier bytes."""
+@dataclass
+class _ReceivedBytes:
+    """The first `size` bytes of a partial file, by their hash."""
 
-    offset: int
-    total: int
-    digest: Any
+    size: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
 
 
 def partial_path(folder: Path, name: str, url: str, sha256: str) -> Path:
@@ -151,20 +150,21 @@ class Downloads:
     async def _fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         is_resumed = await asyncio.to_thread(_resumable_size, archive) > 0
         sha256 = await self._download_with_retries(archive, on_bytes, halt)
-        problem = await in_thread(_verify_hash, archive, sha256, halt)
+        problem = await in_thread(_verify_hash, archive, sha256)
         if problem and is_resumed:
             log.warning("%s: %s; downloading all of it again", _public_url(archive), problem)
             sha256 = await self._download_with_retries(archive, on_bytes, halt)
-            problem = await in_thread(_verify_hash, archive, sha256, halt)
+            problem = await in_thread(_verify_hash, archive, sha256)
         if problem:
             raise WrongHash(f"{_public_url(archive)}: {problem}")
 
     async def _download_with_retries(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
-        """Return the SHA-256 of the file in hex; "" if the download has not read all bytes."""
-        retries, size_before = 0, await asyncio.to_thread(_resumable_size, archive)
+        """Return the SHA-256 of the file in hex."""
+        retries, furthest = 0, await asyncio.to_thread(_resumable_size, archive)
+        received = _ReceivedBytes()
         while True:
             try:
-                return await self._resume_download(archive, on_bytes, halt)
+                return await self._resume_download(archive, received, on_bytes, halt)
             except (httpx.HTTPError, TimeoutError) as error:
                 problem = _connection_problem(error)
             except (httpx.InvalidURL, ValueError) as error:
@@ -174,32 +174,43 @@ class Downloads:
                 if error.permanent:
                     raise DownloadFailed(f"{_public_url(archive)}: {problem}") from error
             size = await asyncio.to_thread(_resumable_size, archive)
-            retries, size_before = (0 if size >= size_before + CHUNK_BYTES else retries), size
+            if size >= furthest + CHUNK_BYTES:  # a source without ranges starts over each time
+                retries, furthest = 0, size
             if retries == len(RETRY_PAUSES):
                 raise DownloadFailed(f"{_public_url(archive)}: {problem}", can_retry=True)
             log.warning("%s: %s; trying again at byte %d", _public_url(archive), problem, size)
             await asyncio.sleep(RETRY_PAUSES[retries])
             retries += 1
 
-    async def _resume_download(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
+    async def _resume_download(
+        self, archive: Archive, received: _ReceivedBytes, on_bytes: OnBytes, halt: Halt
+    ) -> str:
         offset = await asyncio.to_thread(_resumable_size, archive)
+        if offset != received.size:
+            # Before the request: no source waits until gigabytes have been read.
+            received.digest = await in_thread(_digest_of_start, archive, offset, halt)
+            received.size = offset
         async with self._open(archive, {"Range": f"bytes={offset}-"} if offset else {}) as answer:
             part = _response_range(answer, offset)
             if part is None:
                 # No bytes follow the present ones: the file is complete, or it belongs to another version.
-                return ""
+                return str(received.digest.hexdigest())
             if part.start == 0:
-                offset = 0
-            await asyncio.to_thread(_check_disk_space, archive.partial, offset, part.total)
-            digest = await in_thread(_digest_of_start, archive, offset, halt)
-            await self._receive_body(answer, archive, _Progress(offset, part.total, digest), on_bytes)
-            return str(digest.hexdigest())
+                received.size, received.digest = 0, hashlib.sha256()
+            await asyncio.to_thread(_check_disk_space, archive.partial, part.start, part.total)
+            await self._receive_body(answer, archive, part, received, on_bytes)
+            return str(received.digest.hexdigest())
 
     async def _receive_body(
-        self, answer: httpx.Response, archive: Archive, progress: "_Progress", on_bytes: OnBytes
+        self,
+        answer: httpx.Response,
+        archive: Archive,
+        part: _BodyRange,
+        received: _ReceivedBytes,
+        on_bytes: OnBytes,
     ) -> None:
         name = _public_url(archive).rpartition("/")[2]
-        offset, total, digest = progress.offset, progress.total, progress.digest
+        offset, total = part.start, part.total
         async with _open_partial(archive.partial, offset) as file:
             on_bytes(offset, max(total, offset), name)
             # One piece is written while the next one arrives.
@@ -213,7 +224,7 @@ class Downloads:
                         raise DownloadFailed(f"longer than {archive.size or MAX_ARCHIVE_BYTES} bytes")
                     await wait_for_thread(writing)
                     writing = asyncio.ensure_future(
-                        asyncio.to_thread(_write_piece, archive, file, digest, piece)
+                        asyncio.to_thread(_write_piece, archive, file, received, piece)
                     )
                     offset += len(piece)
                     on_bytes(offset, max(total, offset) if total else 0, name)
@@ -310,11 +321,12 @@ def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
         return hash_of(file, halt, size)
 
 
-def _write_piece(archive: Archive, file: BinaryIO, digest: Any, piece: bytes) -> None:
+def _write_piece(archive: Archive, file: BinaryIO, received: _ReceivedBytes, piece: bytes) -> None:
     # The length may be unknown, and others fill the disk as well.
     check_free_space(archive.partial.parent, len(piece))
     file.write(piece)
-    digest.update(piece)
+    received.digest.update(piece)
+    received.size += len(piece)
 
 
 def hash_problem(actual: str, sha256: str, source: str = "gallery") -> str:
@@ -324,15 +336,9 @@ def hash_problem(actual: str, sha256: str, source: str = "gallery") -> str:
     return f"its sha256 is {actual}, the {source} says {sha256[:64]}"
 
 
-def _verify_hash(archive: Archive, sha256: str, halt: Halt) -> str:
-    """Verify the hash of the downloaded file; return the problem, or "". Remove a wrong file.
-
-    If `sha256` is empty, read the file to compute the hash.
-    """
-    if not archive.sha256:
-        return ""
-    source = archive.publisher
-    problem = hash_problem(sha256 or sha256_of(archive.partial, halt), archive.sha256, source)
+def _verify_hash(archive: Archive, sha256: str) -> str:
+    """Compare the hash of the downloaded file; return the problem, or "". Remove a wrong file."""
+    problem = hash_problem(sha256, archive.sha256, archive.publisher)
     if problem:
         archive.partial.unlink()
     return problem

@@ -12,6 +12,7 @@ import stat
 import tarfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -190,6 +191,51 @@ async def test_a_lost_connection_is_continued_where_it_broke_off(store: BackendS
     assert len(starts) == 6
     assert starts[-1] >= 5_000_000
     assert left_over(store) == ["one"]
+
+
+async def test_a_source_that_starts_over_each_time_is_given_up(store: BackendStore, site: Site) -> None:
+    """Without ranges only bytes beyond the furthest ones are progress, else it would be tried for ever."""
+    site.files["/one.tar"] = tar(entry("data", os.urandom(8_000_000)))
+    site.with_ranges = False
+    site.drops = [10**9, *[1_500_000, 3_000_000] * 10]  # the index is the first
+    with pytest.raises(InstallFailed, match="connection lost"):
+        await install(store, site)
+    assert len(site.ranges) < 10
+
+
+async def test_no_source_waits_while_received_bytes_are_hashed(
+    store: BackendStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would drop the connection while tens of gigabytes are read, at each retry again."""
+    data, is_open, hashed = os.urandom(5_000_000), False, list[tuple[bool, int]]()
+    sha256 = hashlib.sha256(data).hexdigest()
+
+    async def send(start: int) -> AsyncIterator[bytes]:
+        yield data[start : start + 2_000_000]
+        if start < 3_000_000:
+            raise httpx.ReadError("dropped")
+
+    @asynccontextmanager
+    async def open_part(headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+        nonlocal is_open
+        start = int(headers["Range"][6:-1])
+        is_open = True
+        content_range = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+        yield httpx.Response(206, headers=content_range, content=send(start))
+        is_open = False
+
+    def hash_of(file: Any, stopped: Any, size: int | None = None) -> Any:
+        hashed.append((is_open, size or 0))
+        return source_files.hash_of(file, stopped, size)
+
+    monkeypatch.setattr(download, "hash_of", hash_of)
+    partial = download.partial_path(tmp_path, "one", "web", sha256)
+    partial.write_bytes(data[:1_000_000])
+    archive = download.Archive("web", sha256, partial, open_part, len(data))
+    async with httpx.AsyncClient() as client:
+        await download.Downloads(client, unserved, Throttle(0)).fetch(archive, lambda *_: None, Halt())
+    assert partial.read_bytes() == data
+    assert hashed == [(False, 1_000_000)]
 
 
 async def test_a_part_of_an_earlier_install_is_used_if_its_hash_is_right(

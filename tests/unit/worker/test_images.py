@@ -259,11 +259,12 @@ async def test_a_full_disk_is_told_before_the_first_layer(
 async def test_a_disk_that_fills_up_keeps_no_layer(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the one that was being written nor those that were complete."""
 
-    def fill_up(archive: Any, file: BinaryIO, digest: Any, piece: bytes) -> None:
+    write_piece: Any = download._write_piece
+
+    def fill_up(archive: Any, file: BinaryIO, received: Any, piece: bytes) -> None:
         if file.tell() > 1_000_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        file.write(piece)
-        digest.update(piece)
+        write_piece(archive, file, received, piece)
 
     setup.registry.push("a/one", [layer(RUN), layer(entry("b", os.urandom(3_000_000)))])
     monkeypatch.setattr(download, "_write_piece", fill_up)
