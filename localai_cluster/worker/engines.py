@@ -36,6 +36,8 @@ READY_PROBE_TIMEOUT = 2.0
 START_TIMEOUT = 30.0
 FREE_TIMEOUT = 5.0
 SIGTERM_GRACE_SECONDS = 15.0
+STOP_TIMEOUT = 35.0
+"""Seconds after which a stop that is in progress counts as failed; a stop needs at most 25."""
 LAST_OUTPUT_LINES = 20
 DEFAULT_PATH_VARIABLE = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
@@ -98,12 +100,23 @@ class Engine:
         return self.process.returncode is None and stat is not None and stat.running
 
     async def wait_started(self) -> bool:
-        """Wait until the engine is ready (return True) or has ended (return False)."""
+        """Wait until the engine is ready (return True) or has ended (return False). Raise StopFailed."""
         tasks = [asyncio.create_task(event.wait()) for event in (self.ready, self.ended)]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        limit = START_TIMEOUT + STOP_TIMEOUT
+        await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
+        if not (self.ready.is_set() or self.ended.is_set()):
+            raise self._unkillable_error()
         return not self.ended.is_set()
+
+    async def wait_ended(self) -> None:
+        """Wait for the end of an engine that is being stopped or has died. Raise StopFailed."""
+        if not await cancellation.wait_for(self.ended, STOP_TIMEOUT):
+            raise self._unkillable_error()
+
+    def _unkillable_error(self) -> StopFailed:
+        return StopFailed(f"{self.key}: its former process {self.process.pid} cannot be killed")
 
     def same_folder(self) -> bool:
         """Return True unless a later install has replaced the folder that the engine started from."""
@@ -220,7 +233,7 @@ class EngineSupervisor:
                 continue
             outcome = await self.stop(key, force=force)
             if not outcome.terminated and engine.stopping:
-                await cancellation.wait_for(engine.ended, FREE_TIMEOUT + 2 * SIGTERM_GRACE_SECONDS)
+                await cancellation.wait_for(engine.ended, STOP_TIMEOUT)
             if not engine.ended.is_set():
                 raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended_keys))
             ended_keys.append(key)
@@ -238,9 +251,10 @@ class EngineSupervisor:
         self._is_hurried = True
 
     async def close(self) -> None:
-        """Stop all engines gracefully and concurrently."""
+        """Stop all engines gracefully and concurrently. Do not wait for a process that cannot be killed."""
         await asyncio.gather(*(self.stop(engine.key, force=self._is_hurried) for engine in self.engines()))
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self._watchers:
+            await asyncio.wait(self._watchers, timeout=FREE_TIMEOUT)
         self._threads.shutdown(wait=False)
 
     def _allocate_port(self, key: str) -> int:

@@ -212,13 +212,13 @@ class InstallCommands:
         """Return the ready engine under `key` if it can serve the backend `name`.
 
         Otherwise stop the engine and return None. If `gpus` are given, the engine must use exactly these
-        GPUs.
+        GPUs. Raise StopFailed.
         """
         engine = self.supervisor.get(key)
         if engine is None:
             return None
         if engine.stopping or not engine.alive:
-            await engine.ended.wait()
+            await engine.wait_ended()
             return None
         names = await asyncio.to_thread(self.store.identity, name)
         has_other_gpus = bool(gpus) and engine.gpus != gpus

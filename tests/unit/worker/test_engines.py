@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock, processes
-from localai_cluster.messaging.messages import split_process_key
+from localai_cluster.messaging.messages import InstallRequest, split_process_key
 from localai_cluster.worker import engines
+from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
+from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import NoFreePort, PortAllocator
 from tests.support.ports import free_port
@@ -156,6 +158,46 @@ async def test_a_stubborn_engine_is_killed_after_the_grace(
     with pytest.raises(StartFailed, match="stopped while it started"):
         await starting
     assert (await supervisor.stop("m#0", force=True)).matched is False
+
+
+@pytest.fixture
+async def unkillable(
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[InstallCommands]:
+    """The commands of a worker whose engines of the backend `b` never become ready and survive SIGKILL, as
+    a process does that hangs in a driver."""
+    store = BackendStore(tmp_path / "backends", tmp_path / "system", "default")
+    (store.backends / "b").mkdir(parents=True)
+    script(store.backends / "b", "exec sleep 1000")
+    for name in ("START_TIMEOUT", "STOP_TIMEOUT", "FREE_TIMEOUT"):
+        monkeypatch.setattr(engines, name, 0.3)
+    nothing: Any = None
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "_end_processes", lambda *_: None)
+        yield InstallCommands(nothing, store, nothing, supervisor, nothing, lambda _: True)
+
+
+async def test_a_load_does_not_wait_for_a_process_that_cannot_be_killed(unkillable: InstallCommands) -> None:
+    """It holds the backend's lock meanwhile, so no model of the backend would load there any more."""
+    first = await unkillable.install(InstallRequest(backend="b", model_id="m"))
+    assert "was not ready" in first.error
+    async with asyncio.timeout(30):
+        again = await unkillable.install(InstallRequest(backend="b", model_id="m"))
+        other = await unkillable.install(InstallRequest(backend="b", model_id="n"))
+    assert "cannot be killed" in again.error
+    assert "was not ready" in other.error
+
+
+async def test_a_worker_ends_in_spite_of_a_process_that_cannot_be_killed(
+    unkillable: InstallCommands, supervisor: EngineSupervisor
+) -> None:
+    await unkillable.install(InstallRequest(backend="b", model_id="m"))
+    engine = supervisor.engines()[0]
+    async with asyncio.timeout(30):
+        await supervisor.close()
+    assert engine.alive
+    processes.end(engine.group, lambda: True)
+    await engine.ended.wait()
 
 
 async def test_an_endless_line_and_a_failing_start_are_bounded(
