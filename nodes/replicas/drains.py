@@ -54,13 +54,15 @@ def drain_for_upgrade(
     """Drain the node's replicas of this backend; drain none if a model would lose its last replica.
 
     `confirmed` are models that may lose it. All serving rows of the models are locked, so two nodes with the
-    last two replicas of a model never drain both.
+    last two replicas of a model never drain both. The node's draining rows are locked too: another process
+    may be returning them to service. Requests on replicas that an unload or eviction drains count as running.
     """
     mine = NodeModel.objects.filter(node_id=node_id).of_backend(backend)
     with transaction.atomic():
-        models = mine.loaded().values_list("model_name", flat=True)
-        loaded = NodeModel.objects.loaded().filter(model_name__in=list(models)).order_by("id")
-        rows = list(loaded.select_related("node").select_for_update(of=("self",)))
+        models = dict(mine.filter(phase__in=(Phase.SERVING, Phase.DRAINING)).values_list("pk", "model_name"))
+        concerned = Q(state=ReplicaState.LOADED, model_name__in=set(models.values())) | Q(pk__in=models)
+        locked = NodeModel.objects.filter(concerned).order_by("id").select_for_update(of=("self",))
+        rows = [row for row in locked.select_related("node") if row.state == ReplicaState.LOADED]
         elsewhere = {r.model_name for r in rows if r.node_id != node_id and r.node.status == "healthy"}
         stopping = set(mine.loaded().values_list("pk", flat=True))
         draining = [row for row in rows if row.pk in stopping]
@@ -76,7 +78,7 @@ def drain_for_upgrade(
                 reason=PhaseReason.UPGRADE,
             )
             events.notify(events.NODES, str(node_id))
-    out = mine.filter(phase=Phase.DRAINING, owner_id=intent_id).aggregate(running=Sum("in_flight"))
+    out = mine.filter(phase__in=_DRAIN_PHASES).aggregate(running=Sum("in_flight"))
     return UpgradeDrain(out["running"] or 0)
 
 
@@ -85,8 +87,8 @@ def end_upgrade(intent_id: UUID, fence: int) -> None:
 
     A replica that a later attempt owns stays drained.
     """
-    if PendingBackendOp.objects.filter(pk=intent_id, fence=fence).exists():
-        _return_drained(NodeModel.objects.filter(owner_id=intent_id))
+    is_latest = Exists(PendingBackendOp.objects.filter(pk=intent_id, fence=fence))
+    _return_drained(NodeModel.objects.filter(is_latest, owner_id=intent_id))
 
 
 def return_without_upgrade() -> int:
@@ -124,7 +126,9 @@ def _active_upgrades() -> QuerySet[PendingBackendOp]:
 def _return_drained(rows: NodeModelQuerySet) -> int:
     draining = rows.filter(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
-        found = list(draining.order_by("id").select_for_update(of=("self",)))
+        locked = list(draining.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))
+        # By a new statement: while this one waited for the locks, an upgrade may have begun.
+        found = list(draining.filter(pk__in=locked)) if locked else []
         _return_to_picks(found)
     return len(found)
 

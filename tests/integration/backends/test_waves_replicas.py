@@ -1,5 +1,6 @@
 """Upgrades in waves: replicas of the backend leave the picks and come back; a model's last one stays."""
 
+import threading
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,10 +14,12 @@ from nodes.backends import admission, intents
 from nodes.backends.intents import Intent
 from nodes.models import BackendNode, NodeModel
 from nodes.reconcilers import intents as reconciler
-from nodes.replicas import drains
+from nodes.replicas import drains, engines
+from nodes.replicas.states import ReplicaEvent
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.fleet import at_once
+from tests.support.races import holding, waiting
 from tests.support.replicas import forget_nodes
 from tests.support.waves import asked, claimed, fleet
 
@@ -114,6 +117,74 @@ def test_replicas_of_a_dead_controllers_attempt_serve_again() -> None:
     intents.reap(now=clock.now() + timedelta(minutes=5))
     reconciler.end_stale_intents(now=clock.now())
     assert len(loaded()) == 2
+
+
+def abandoned(node: BackendNode) -> Intent:
+    """An upgrade that has drained the node, and whose controller has died since."""
+    intent = upgrading(node)
+    drains.drain_for_upgrade(node.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    intents.reap(now=clock.now() + timedelta(minutes=5))
+    return intent
+
+
+def begin_again() -> drains.UpgradeDrain:
+    """Claim the upgrade of node `a` and drain the node."""
+    intent = claimed(now=clock.now() + timedelta(minutes=6))["a"]
+    return drains.drain_for_upgrade(
+        intent.node.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now()
+    )
+
+
+def test_an_upgrade_drains_a_replica_that_is_just_being_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the replica serves again while its engine is stopped for the upgrade."""
+    a, b = fleet("a", "b")
+    on(a)
+    on(b)
+    abandoned(a)
+    begun: list[Any] = []
+    beginning = threading.Thread(target=lambda: begun.extend(at_once(begin_again)))
+
+    def apply_event(rows: Any, event: Any, apply_event: Any = engines.apply_event, **columns: Any) -> int:
+        if event == ReplicaEvent.RETURNED:
+            beginning.start()
+            waiting()
+        return int(apply_event(rows, event, **columns))
+
+    monkeypatch.setattr(engines, "apply_event", apply_event)
+    assert drains.return_without_upgrade() == 1
+    beginning.join()
+    assert begun == [drains.UpgradeDrain(running=0)]
+    assert loaded() == {("b", "m")}
+
+
+def test_replicas_of_an_upgrade_that_began_during_a_wait_for_their_locks_stay_out() -> None:
+    a, b = fleet("a", "b")
+    mine = on(a)
+    on(b)
+    abandoned(a)
+    returned: list[Any] = []
+    returning = threading.Thread(target=lambda: returned.extend(at_once(drains.return_without_upgrade)))
+    with holding("SELECT 1 FROM node_models WHERE id = %s FOR UPDATE", mine.pk):
+        returning.start()
+        waiting()
+        assert claimed(now=clock.now() + timedelta(minutes=6)).keys() == {"a"}
+    returning.join()
+    assert returned == [0]
+    assert loaded() == {("b", "m")}
+
+
+def test_an_upgrade_waits_for_the_requests_of_replicas_that_an_unload_drains() -> None:
+    """It would end them with the engine."""
+    a, b = fleet("a", "b")
+    on(a, in_flight=3)
+    on(b)
+    with transaction.atomic():
+        drains.drain_for_unload(
+            "m", [a.id], index=None, deadline=clock.now(), operation_id=uuid4(), now=clock.now()
+        )
+    intent = upgrading(a)
+    found = drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    assert found == drains.UpgradeDrain(running=3)
 
 
 def test_replicas_of_a_cancelled_upgrade_serve_again() -> None:
