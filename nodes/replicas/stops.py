@@ -16,7 +16,7 @@ while the same drain lasts: engines of a resumed node are not stopped.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import assert_never
@@ -26,7 +26,7 @@ from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Case, Exists, F, OuterRef, Q, Value, When
 
-from localai_cluster.kit import backoff, clock, names
+from localai_cluster.kit import backoff, cancellation, clock, names
 from localai_cluster.kit.leases import claim_rows
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging import messages
@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 
 POLL_EVERY = 5.0
 """Seconds between two passes without a wake-up."""
-AT_ONCE = 16
-"""Maximum number of engines, and of drained nodes, that one pass claims."""
+AT_ONCE = 64
+"""Maximum number of engines and drained nodes that are being stopped when a pass claims no more."""
 _GATHER_SECONDS = 1.0
 """Seconds for which wake-ups are collected into one pass: nodes change more often than drains end."""
 _POLL_AFTER_STOP_SECONDS = 1.0
@@ -143,7 +143,10 @@ def _is_drained(now: datetime) -> Q:
 
 
 def claim_due(limit: int, *, now: datetime) -> list[Engine]:
-    """Claim the engines whose stop is due, except those that an operation stops; return them."""
+    """Claim the engines whose stop is due, except those that an operation stops; return them.
+
+    First stops come before repeated ones, whose worker may hang.
+    """
     is_lost = Q(phase=Phase.DRAINING, owner_kind=OwnerKind.CONTROLLERS)
     is_departed = Q(phase=Phase.DEPARTED, node__status__in=_REACHABLE_STATUSES)
     due = ((Q(phase=Phase.TERMINATING) | is_lost) & _is_drained(now)) | (
@@ -151,7 +154,7 @@ def claim_due(limit: int, *, now: datetime) -> list[Engine]:
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
     is_left = Q(reason__in=_REASONS_WITHOUT_UNLOAD) | drains.has_no_operation()
-    rows = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
+    rows = NodeModel.engines.filter(due, is_free, is_left).order_by("stop_attempts", "id")
     claimed = claim_rows(
         rows, limit=limit, **engines.CONTROLLER_OWNER_COLUMNS, claimed_until=now + _CLAIM_DURATION
     )
@@ -206,7 +209,8 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
 class Stopper(PeriodicTask):
     """Periodic task of a controller that stops engines: after each change of nodes, and regularly.
 
-    Each stop is claimed, so that one controller at a time contacts a worker.
+    Each stop is claimed, so that one controller at a time contacts a worker. No pass waits for the stops that
+    it begins: a worker that hangs delays no stop on another node.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -214,16 +218,34 @@ class Stopper(PeriodicTask):
             "stops", self._run_step, interval=POLL_EVERY, gather=_GATHER_SECONDS, retry_on=(DatabaseError,)
         )
         self._bus = bus
+        self._stops: set[asyncio.Task[None]] = set()
+        self._has_ended = False
+        """True if a stop has ended since the last pass began; a failed one is due again soon."""
+
+    async def run(self) -> None:
+        """Run the passes until `stop` or cancellation; then cancel the running stops, whose claims expire."""
+        try:
+            await super().run()
+        finally:
+            await cancellation.cancel_and_wait(*self._stops)
 
     async def _run_step(self) -> float | None:
+        has_ended, self._has_ended = self._has_ended, False
         with passes.count_pass("stops"):
-            return _POLL_AFTER_STOP_SECONDS if await self.run_pass() else None
+            begun = await self._begin_stops()
+        return _POLL_AFTER_STOP_SECONDS if begun or has_ended else None
 
     async def run_pass(self) -> int:
-        """End abandoned loads, return abandoned replicas to service, and send the due stops.
+        """Run one pass and wait for the stops that it begins; return their number."""
+        begun = await self._begin_stops()
+        await asyncio.gather(*begun)
+        return len(begun)
 
-        Return the number of stops. Without the bus no stop is sent, but replicas still return to service,
-        because requests reach engines without the bus.
+    async def _begin_stops(self) -> "Sequence[asyncio.Task[None]]":
+        """End abandoned loads, return abandoned replicas to service, and begin the due stops.
+
+        Without the bus no stop is sent, but replicas still return to service, because requests reach engines
+        without the bus.
         """
         now = clock.now()
         for row in await in_thread(slots.end_abandoned_loads, now=now):
@@ -232,19 +254,29 @@ class Stopper(PeriodicTask):
             log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)
         for engine in await in_thread(drains.return_abandoned):
             log.info("%s serves again: its unload ended before it was stopped", engine.process_key)
-        if not self._bus.connected:
-            return 0
-        due = await in_thread(claim_due, AT_ONCE, now=now)
-        nodes = await in_thread(claim_drained_nodes, AT_ONCE, now=now)
-        stops = [
-            *(self._stop(engine) for engine in due),
-            *(stop_engines(self._bus, node) for node in nodes),
-        ]
-        for failure in await asyncio.gather(*stops, return_exceptions=True):
-            if isinstance(failure, Exception):
-                # Its claim expires.
-                log.warning("an engine was not stopped: %r", failure)
-        return len(stops)
+        free = AT_ONCE - len(self._stops)
+        if free <= 0 or not self._bus.connected:
+            return []
+        due = await in_thread(claim_due, free, now=now)
+        nodes = await in_thread(claim_drained_nodes, free, now=now)
+        targets: list[Engine | DrainedNode] = [*due, *nodes]
+        begun = [asyncio.create_task(self._run_stop(target), name="stop") for target in targets]
+        for task in begun:
+            self._stops.add(task)
+            task.add_done_callback(self._forget)
+        return begun
+
+    async def _run_stop(self, target: "Engine | DrainedNode") -> None:
+        try:
+            await (self._stop(target) if isinstance(target, Engine) else stop_engines(self._bus, target))
+        except Exception as failure:
+            # Its claim expires.
+            log.warning("an engine was not stopped: %r", failure)
+
+    def _forget(self, stop: "asyncio.Task[None]") -> None:
+        self._stops.discard(stop)
+        self._has_ended = True
+        self.wake()  # another stop may be due, for which there was no capacity
 
     async def _stop(self, engine: Engine) -> None:
         """Send the stop to an engine that this controller has claimed."""

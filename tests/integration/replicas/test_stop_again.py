@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -16,7 +17,7 @@ from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from tests.integration.replicas.test_going import TERMINATED, bus_of, stops
 from tests.support import hot, races
-from tests.support.bus import PlayedBus
+from tests.support.bus import NEVER, PlayedBus
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -100,6 +101,47 @@ def test_a_stop_under_way_is_nobody_elses_for_a_minute() -> None:
     now = clock.now()
     ages = {0: 1, 31: 0, 59: 0, 60: 1}
     assert {age: len(engine_stops.claim_due(9, now=now + timedelta(seconds=age))) for age in ages} == ages
+
+
+@pytest.mark.rule("C46")
+async def test_a_worker_that_hangs_delays_no_stop_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load on the other node may wait for the memory of the engine that is stopped there."""
+    monkeypatch.setattr(engine_stops, "_GATHER_SECONDS", 0.0)
+    frozen, well = await in_thread(lambda: [hot.node("frozen"), hot.node("well")])
+    bus = bus_of(well)
+    bus.replies[m.subject("model.stop", str(frozen.id))] = NEVER
+    stopper = Stopper(bus)
+    running = asyncio.create_task(stopper.run())
+
+    async def is_asked() -> bool:
+        return bool(stops(bus, frozen))
+
+    async def is_stopped() -> bool:
+        return not await in_thread(NodeModel.objects.filter(node=well).exists)
+
+    try:
+        await in_thread(lambda: hot.replica(frozen, **DUE))
+        stopper.wake()
+        assert await clock.wait_until(is_asked, timeout=60)
+        await in_thread(lambda: hot.replica(well, **DUE))
+        stopper.wake()
+        assert await clock.wait_until(is_stopped, timeout=60)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert len(stops(bus, frozen)) == 1
+    assert await in_thread(NodeModel.objects.filter(node=frozen).exists)
+
+
+@pytest.mark.rule("R1.99")
+def test_first_stops_come_before_repeated_ones() -> None:
+    """However many engines of a worker that hangs are due again."""
+    node = hot.node()
+    for number in range(3):
+        hot.replica(node, index=number, id=UUID(int=number + 1), stop_attempts=4, **DUE)
+    first = hot.replica(node, index=3, id=UUID(int=9), **DUE)
+    claimed = engine_stops.claim_due(2, now=clock.now())
+    assert first.pk in {engine.id for engine in claimed}
 
 
 END_BLOCKED_SESSIONS = """SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
