@@ -8,6 +8,7 @@ and tries it first at the next start, so that stored addresses stay valid.
 
 import contextlib
 import errno
+import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,10 @@ from pathlib import Path
 
 from localai_cluster.kit.addresses import split_host_port
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit.files import replace_file
 from localai_cluster.worker.config import MAX_PORT, Config, refuse
+
+log = logging.getLogger(__name__)
 
 QUARANTINE_SECONDS = 15.0
 """Seconds after its release for which a port is not used."""
@@ -195,5 +199,9 @@ def _store_base(folder: Path, base: int) -> None:
 
     No other worker uses this folder.
     """
-    if _read_stored_base(folder) != base:
-        (folder / BLOCK_FILE).write_text(f"{base}\n", encoding="utf-8")
+    if _read_stored_base(folder) == base:
+        return
+    try:
+        replace_file(folder / BLOCK_FILE, f"{base}\n")
+    except OSError as error:
+        log.warning("cannot store the ports in %s, so the next start may get others: %s", folder, error)

@@ -1,5 +1,7 @@
 """The ports of workers that share a machine: never the same ones, and the same ones again after a restart."""
 
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +56,23 @@ def test_workers_that_start_together_get_ports_of_their_own(tmp_path: Path, kept
         assert one.advertise_addr == f"127.0.0.1:{one.base_port}"
         assert one.advertise_http_addr == f"127.0.0.1:{one.base_port - 1}"
         assert one.max_port < one.base_port + BLOCK_SIZE - 1
+
+
+def test_a_worker_starts_on_a_full_disk(
+    tmp_path: Path, kept: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the models that fill it; only its ports may be others after the next start."""
+
+    def fill_up(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    mine = settings(tmp_path / "one")
+    monkeypatch.setattr(os, "fsync", fill_up)
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: fill_up())
+    _, listener = open_probe_listener(mine)
+    kept.enter_context(listener)
+    monkeypatch.undo()
+    assert "No space left" in caplog.text
 
 
 def test_a_restarted_worker_gets_its_ports_back(tmp_path: Path, kept: ExitStack) -> None:
