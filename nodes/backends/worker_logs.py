@@ -11,7 +11,6 @@ forwarded, because a worker ignores them.
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
@@ -210,18 +209,9 @@ def _unreadable_error(server: HttpServer) -> errors.ClusterError:
 def _no_reply_error(server: HttpServer, error: Exception) -> errors.ClusterError:
     off = " The node is offline." if server.status == "offline" else ""
     return NotReachable(
-        f"node {server.node}: its worker does not answer at {server.contact.address} ({_reason(error)}).{off}"
+        f"node {server.node}: its worker does not answer at {server.contact.address}"
+        f" ({dial_targets.reason_of(error)}).{off}"
     )
-
-
-def _reason(error: BaseException) -> str:
-    """Return the system's description of the error, otherwise the library's."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno:
-            return os.strerror(cause.errno).lower() if cause.errno > 0 else str(cause.strerror)
-        cause = cause.__cause__ or cause.__context__
-    return (str(error) or type(error).__name__)[:200]
 
 
 def _late_error(server: HttpServer, limit: float) -> errors.ClusterError:

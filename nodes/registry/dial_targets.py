@@ -317,12 +317,13 @@ def reason_of(error: Exception) -> str:
     """Return why a connection failed: the operating system's message, or else the error's text."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
-            return os.strerror(cause.errno).lower()
+        if isinstance(cause, OSError) and cause.errno:
+            # An error of the name resolution has a number of its own, below zero.
+            return os.strerror(cause.errno).lower() if cause.errno > 0 else str(cause.strerror)
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, httpx.ConnectTimeout):
         return f"no connection within {CONNECT_LIMIT:.0f} s"
-    return str(error)[:200] or type(error).__name__
+    return (str(error) or type(error).__name__)[:200]
 
 
 def _is_barred(host: str, name: str) -> bool:

@@ -1,12 +1,14 @@
 """Hosts that a node's addresses may have: those it registered, those the operator lists, no others."""
 
 import asyncio
+import errno
 import socket
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 from asgiref.sync import sync_to_async
 from pytest_django import Settings
@@ -266,3 +268,21 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     )
     await writer.drain()
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "error", "reason"),
+    [
+        (OSError(errno.ECONNREFUSED, "x"), httpx.ConnectError("All attempts failed"), "connection refused"),
+        (socket.gaierror(-2, "Name not known"), httpx.ConnectError("[Errno -2] x"), "Name not known"),
+        (None, httpx.ConnectTimeout(""), "no connection within"),
+        (None, httpx.ReadTimeout(""), "ReadTimeout"),
+        (None, httpx.ReadError("broken"), "broken"),
+    ],
+)
+def test_the_reason_of_a_failed_connection_is_the_systems_own(
+    cause: OSError | None, error: Exception, reason: str
+) -> None:
+    """Staging, logs and checks of ports all show it, so each must name the cause without a number."""
+    error.__cause__ = cause
+    assert dial_targets.reason_of(error).startswith(reason)
