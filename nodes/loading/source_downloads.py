@@ -21,6 +21,7 @@ from nodes.definitions.files import Definition
 from nodes.loading import load_attempts
 from nodes.loading.files_in_use import IMPORT
 from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused
+from nodes.loading.load_request import ProgressDeadline
 from operations.executor.work import Postpone, WakeUps, in_thread, retry_delay
 from operations.ledger import attempts
 from operations.ledger.admission import OperationRequest, Requester, admit, cancel, exclusion_error
@@ -112,9 +113,11 @@ async def download(attempt: Attempt, paths: Sequence[str], wake_ups: WakeUps) ->
     except errors.Conflict as busy:
         raise await _postpone_or_end(attempt, busy.message, retry_delay(parent.attempts)) from busy
     await attempt.report(PHASE, message)
+    deadline = ProgressDeadline(attempt.work)
     with wake_ups.watch(child.id) as watch:
         while (state := await in_thread(_read_download, child.id)).status not in TERMINAL:
             await _show_progress(attempt, state, message)
+            await deadline.extend_on_progress(state.current_bytes)
             await watch.changed(timeout=_POLL_SECONDS)
     if state.status == Status.CANCELLED:
         raise LoadFailed(f"staging: the download of {listed} to the control plane was cancelled")
@@ -184,7 +187,6 @@ async def _show_progress(attempt: Attempt, state: Operation, message: str) -> No
         **figures,
     )
     attempt.work.progress(tick)
-    await attempt.deadline.extend_on_progress(state.current_bytes)
 
 
 async def _postpone_or_end(attempt: Attempt, reason: str, seconds: float) -> Exception:
