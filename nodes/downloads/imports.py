@@ -12,7 +12,8 @@ meanwhile (`files_in_use.py`).
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -72,6 +73,12 @@ SAVED = "saved"
 """Payload key for later attempts: id and revision of the saved definition."""
 AT_ONCE = 4
 """Maximum parallel imports of one controller; each uses the configured number of connections."""
+MAX_WAITING = 16
+"""Maximum imports of one controller that wait for their turn; further ones return to the queue.
+
+A controller runs a limited number of operations at once, and loads need capacity too.
+"""
+_TURN_RETRY_SECONDS = 30.0
 REPORT_EVERY = 0.5
 """Seconds between two progress reports."""
 FIRST_PAUSE, MAX_PAUSE = 30.0, 600.0
@@ -182,7 +189,7 @@ class ImportModel:
 
     def __init__(self, opener: SourceOpener) -> None:
         self._opener = opener
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns, self._waiting = asyncio.Semaphore(AT_ONCE), 0
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the import. Raise Postpone for a transient failure, ClusterError for any other."""
@@ -198,9 +205,7 @@ class ImportModel:
 
     async def _run(self, attempt: _Import) -> Mapping[str, Any]:
         work = attempt.work
-        if self._turns.locked():
-            await work.report(Tick(WAITING, f"waits for one of {AT_ONCE} other imports of this controller"))
-        async with self._turns:
+        async with self._turn(work):
             is_marked = await _mark_folder()
             attempt = await attempt.without_files_at_source()
             fetched, left = await first_result(_report(attempt), self._fetch_all(attempt))
@@ -219,6 +224,26 @@ class ImportModel:
             of_left = f"{human_bytes(sum(file.size for file in left))} in {counted(len(left), 'file')}"
             message = f"model {name} is defined; workers download {of_left}{note}"
         return {"message": message, **result}
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, work: Work) -> AsyncIterator[None]:
+        """Hold one of `AT_ONCE` turns. Raise Postpone if many other imports wait for one already."""
+        if self._turns.locked():
+            reason = f"waits for one of {AT_ONCE} other imports of this controller"
+            if self._waiting >= MAX_WAITING:
+                raise Postpone(reason, seconds=_TURN_RETRY_SECONDS, waiting=True)
+            self._waiting += 1
+            try:
+                await work.report(Tick(WAITING, reason))
+                await self._turns.acquire()
+            finally:
+                self._waiting -= 1
+        else:
+            await self._turns.acquire()
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     async def _fetch_all(self, attempt: _Import) -> tuple[list[DownloadedFile], list[RecordedFile]]:
         """Fetch the files in turn; a present file is only verified. Raise ClusterError.

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import cancellation, clock, conf
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.kit.outbound import SourceBusy, SourceError
 from nodes.definitions import store
@@ -394,6 +395,30 @@ async def test_no_more_imports_at_once_than_allowed(plan: ImportPlan, source: So
     source.release()
     results = await asyncio.gather(*running)
     assert [result["bytes"] for result in results] == [len(DATA)] * len(running)
+
+
+async def test_imports_that_wait_leave_capacity_for_loads(
+    plan: ImportPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller runs 256 operations at once; hundreds of imports must not keep loads waiting for hours."""
+
+    async def hang() -> bool:
+        return await asyncio.Event().wait()
+
+    async def report(_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(imports, "_mark_folder", hang)
+    operation = Operation(kind=imports.KIND, payload={imports.PLAN: plan.as_payload()})
+    work: Any = SimpleNamespace(operation=operation, report=report)
+    handler = imports.ImportModel(WebOpener())
+    tasks = [asyncio.create_task(handler(work)) for _ in range(300)]
+    await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.ALL_COMPLETED)
+    running = {task for task in tasks if not task.done()}
+    refusals = [task.exception() for task in tasks if task not in running]
+    await cancellation.cancel_and_wait(*running)
+    assert len(running) == imports.AT_ONCE + imports.MAX_WAITING
+    assert all(isinstance(error, Postpone) and error.waiting for error in refusals)
 
 
 async def test_nothing_moves_for_long(
