@@ -117,16 +117,12 @@ def strip_unknown_items(input_items: Any) -> Any:
 
     An unknown type may use known field names with other meanings.
     """
-    if not isinstance(input_items, list):
-        return input_items
-    return [
-        {"type": item["type"]}
-        if isinstance(item, dict)
-        and isinstance(item.get("type"), str)
-        and item["type"] not in _KNOWN_ITEM_TYPES
-        else item
-        for item in input_items
-    ]
+    return [_strip_if_unknown(item) for item in input_items] if isinstance(input_items, list) else input_items
+
+
+def _strip_if_unknown(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in _KNOWN_ITEM_TYPES else item
 
 
 def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STORED_ITEMS) -> list[InputEntry]:
@@ -150,7 +146,8 @@ _TOO_MANY_CODE = "array_above_max_length"
 
 
 def _parse_stored_item(item: Mapping[str, Any]) -> Item:
-    return msgspec.convert(item, Item)
+    # Items are stored as the client sent them.
+    return msgspec.convert(_strip_if_unknown(item), Item)
 
 
 def _resolve_references(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
