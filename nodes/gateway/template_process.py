@@ -124,7 +124,7 @@ def _build_environment() -> jinja2.sandbox.SandboxedEnvironment:
 class _GenerationTag(jinja2.ext.Extension):
     """The tag `generation`, which marks the model's own text for its training. Its content is rendered."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """Return the statements inside of the tag."""
