@@ -5,6 +5,7 @@ product's. The index starts with the tables that administrators use; tables for 
 heading. The module is outside of `nodes.admin`, whose modules register with the site at their import.
 """
 
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -92,11 +93,25 @@ def _refuse_impossible_addresses(view: Callable[..., Any]) -> Callable[..., Any]
         try:
             return view(request, *args, **named)
         except (DataError, OverflowError, ValueError) as error:
-            if request.method == "GET" and request.GET:
+            if request.method == "GET" and request.GET and not _is_raised_by_product(error):
                 raise BadRequest("a filter has an impossible value") from error
             raise
 
     return checked
+
+
+def _is_raised_by_product(error: Exception) -> bool:
+    """Return True if code of this project raised the error, not Django for a value of the address."""
+    packages = [
+        str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    deepest = next((package for package in reversed(packages) if package in _PACKAGES), "django")
+    return deepest != "django"
+
+
+_PACKAGES = frozenset({"django", "localai_cluster", "nodes", "operations"})
+"""Packages whose code raises the errors of an admin page, or calls what raises them."""
 
 
 class Site(AdminSite):

@@ -42,8 +42,10 @@ _ENTRY_COLUMNS = (
     "detail",
 )
 
-_change_author: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
-"""The request or actor to which changes in the current context are attributed; None outside of a context."""
+_Author = tuple[Actor, str]
+"""An actor and the client's address."""
+_change_author: ContextVar[HttpRequest | _Author | None] = ContextVar("where", default=None)
+"""The request or author to which changes in the current context are attributed; None outside of a context."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,17 @@ class AttributionMiddleware:
 
 
 @contextmanager
-def attribute_to(actor: Actor) -> Iterator[None]:
-    """Attribute changes within the block to this actor. For management commands and raw routes."""
-    with _attribute_to(actor):
+def attribute_to(actor: Actor, address: str = "") -> Iterator[None]:
+    """Attribute changes within the block to this actor. For management commands and raw routes.
+
+    `address` is that of the client, "" for a command on the server.
+    """
+    with _attribute_to((actor, address)):
         yield
 
 
 @contextmanager
-def _attribute_to(source: HttpRequest | Actor) -> Iterator[None]:
+def _attribute_to(source: HttpRequest | _Author) -> Iterator[None]:
     token = _change_author.set(source)
     try:
         yield
@@ -90,8 +95,10 @@ def _current_actor() -> tuple[Actor | None, str]:
     The actor is None outside of a context, and for a request without a signed-in user.
     """
     source = _change_author.get()
-    if source is None or isinstance(source, Actor):
-        return source, ""
+    if source is None:
+        return None, ""
+    if isinstance(source, tuple):
+        return source
     user: Any = source.user
     principal = user if isinstance(user, Principal) else principals.of_user(user)
     actor = of_principal(principal) if principal.is_user else None

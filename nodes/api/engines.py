@@ -239,7 +239,8 @@ async def _read_statuses(engines: Sequence[NodeModel]) -> list[dict[str, Any]]:
 
 
 async def _read_status(engine: NodeModel) -> dict[str, Any]:
-    client = BackendClient(engine.address, engine.node.engine_token)
+    node = engine.node
+    client = BackendClient(engine.address, dial_targets.bearer_token(node.engine_token, node.weak_identity))
     state, memory, problem = None, None, ""
     try:
         status = await client.status(STATUS_TIMEOUT)
@@ -252,7 +253,7 @@ async def _read_status(engine: NodeModel) -> dict[str, Any]:
     return ENGINE_STATUS_SHAPE.of_object(
         engine,
         node_id=str(engine.node_id),
-        node_name=engine.node.name,
+        node_name=node.name,
         state=state,
         memory=memory,
         error=problem,

@@ -5,14 +5,16 @@ copy and delete a model are in `ollama_models`, `pull` is in `pulls`.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from django.db import DatabaseError
 from django.db.models import Sum
 from msgspec import UNSET, UnsetType
 
+from localai_cluster.accounts import audit
+from localai_cluster.accounts.actors import of_principal
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Forbidden, NotFound, Unavailable
 from localai_cluster.web import wire
@@ -35,6 +37,7 @@ MODEL_PREFIX = "/v1/models/"
 """Path prefix of the routes of one model; the name after the prefix may contain `/`."""
 
 
+T = TypeVar("T")
 _NEVER_EXPIRES_AT = "9999-12-31T00:00:00Z"
 """Time that Ollama's list of loaded models shows as the expiry of each model."""
 
@@ -197,10 +200,7 @@ async def list_tags(request: InferenceRequest) -> Answer:
 async def list_loaded(request: InferenceRequest) -> Answer:
     """Respond with the models that have a loaded replica, in Ollama's form."""
     await confirm(request)
-    try:
-        loaded = await in_thread(_memory_by_model)
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
+    loaded = await run_database_call(_memory_by_model)
     models = [
         LoadedModel(
             **_entry_fields(definition), size=loaded[definition.name], size_vram=loaded[definition.name]
@@ -355,6 +355,27 @@ async def _load_model(request: InferenceRequest) -> None:
             return
 
 
+async def run_as_caller(request: InferenceRequest, change: Callable[[], T]) -> T:
+    """Run `change` in a thread and attribute it to the caller in the audit.
+
+    Raise Unavailable if the database is not reachable.
+    """
+
+    def attributed() -> T:
+        with audit.attribute_to(of_principal(request.principal), request.client_address[:64]):
+            return change()
+
+    return await run_database_call(attributed)
+
+
+async def run_database_call(call: Callable[[], T]) -> T:
+    """Run `call` in a thread. Raise Unavailable if the database is not reachable."""
+    try:
+        return await in_thread(call)
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
+
+
 async def _unload_model(request: InferenceRequest, model: str) -> None:
     """Request the unload of a loaded model. Raise Forbidden unless the caller is an administrator."""
     await confirm(request)
@@ -362,7 +383,7 @@ async def _unload_model(request: InferenceRequest, model: str) -> None:
         raise Forbidden("only an administrator may unload a model; the cluster unloads idle ones")
     order = UnloadRequest(model, request.requester)
     try:
-        await in_thread(lambda: unload_requests.unload(order, now=clock.now()))
+        await run_as_caller(request, lambda: unload_requests.unload(order, now=clock.now()))
     except NotFound:
         return
 

@@ -7,17 +7,13 @@ name gets a new revision.
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 import msgspec
 import yaml
-from django.db import DatabaseError
 
-from localai_cluster.accounts import audit
-from localai_cluster.accounts.actors import of_principal
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.errors import Forbidden, InvalidInput, Unavailable
 from localai_cluster.web import wire
@@ -27,7 +23,7 @@ from nodes.definitions.files import MAX_NAME, Definition, UnusableDefinition
 from nodes.definitions.folder import folder
 from nodes.definitions.sizes import safe_join
 from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, to_settings
-from nodes.dialects.models import StatusResponse, status_lines
+from nodes.dialects.models import StatusResponse, run_as_caller, run_database_call, status_lines
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
@@ -35,7 +31,6 @@ from nodes.gateway.request import InferenceRequest
 from nodes.loading import definition_removal
 from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
-from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
 
@@ -46,7 +41,6 @@ MAX_DELETION_WAIT = 90.0
 _POLL_SECONDS = 2.0
 _LATEST_TAG = ":latest"
 _SUCCESS_ANSWER = wire.json_answer(StatusResponse(status="success"))
-T = TypeVar("T")
 
 
 class CreateBody(msgspec.Struct, frozen=True):
@@ -95,7 +89,7 @@ async def create(request: InferenceRequest) -> Answer:
         merged = edit.merge(text, settings) if settings else text
         _save_definition(request, name, merged, f"created from {modelfile.base}"[:500])
 
-    await _run_as_caller(request, save)
+    await run_as_caller(request, save)
     return status_lines(["creating model", "success"], body.stream)
 
 
@@ -110,7 +104,7 @@ async def copy(request: InferenceRequest) -> Answer:
     def save() -> None:
         _save_definition(request, destination, edit.rename(text, destination), f"copy of {definition.name}")
 
-    await _run_as_caller(request, save)
+    await run_as_caller(request, save)
     return _SUCCESS_ANSWER
 
 
@@ -125,7 +119,7 @@ async def delete(request: InferenceRequest) -> Answer:
         store.require_no_file(definition.name)  # the model would still be served
         return definition_removal.request_removal(order, now=clock.now())
 
-    admission = await _run_as_caller(request, remove)
+    admission = await run_as_caller(request, remove)
     operation = await _wait_for_end(admission.operation.id)
     if operation is None or operation.status != Status.COMPLETED:
         reason = operation.error or operation.message if operation is not None else "its record was cleared"
@@ -227,29 +221,12 @@ def _save_definition(request: InferenceRequest, name: str, text: str, reason: st
     )
 
 
-async def _run_as_caller(request: InferenceRequest, change: Callable[[], T]) -> T:
-    """Run `change` in a thread and attribute it to the caller in the audit."""
-
-    def attributed() -> T:
-        with audit.attribute_to(of_principal(request.principal)):
-            return change()
-
-    return await _run_database_call(attributed)
-
-
-async def _run_database_call(call: Callable[[], T]) -> T:
-    try:
-        return await in_thread(call)
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
-
-
 async def _wait_for_end(operation_id: UUID) -> Operation | None:
     """Wait at most `MAX_DELETION_WAIT` seconds until the operation ends. Return it; None without a row."""
     until = clock.monotonic() + MAX_DELETION_WAIT
     with gateway.wake_ups().watch(operation_id) as watch:
         while True:
-            operation = await _run_database_call(Operation.objects.filter(pk=operation_id).first)
+            operation = await run_database_call(Operation.objects.filter(pk=operation_id).first)
             remaining = until - clock.monotonic()
             if operation is None or operation.status in TERMINAL or remaining <= 0:
                 return operation

@@ -5,20 +5,23 @@ the operation. For a model that is already defined, every caller gets success.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from uuid import UUID
 
 import msgspec
+from django.db import DatabaseError
 
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Forbidden, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Outgoing, Send
 from nodes.dialects import ollama
-from nodes.dialects.models import PullBody
+from nodes.dialects.models import PullBody, run_as_caller, run_database_call
 from nodes.downloads.imports import request_import
 from nodes.gateway import gateway
-from nodes.gateway.endpoint import StreamedAnswer, confirm
+from nodes.gateway.endpoint import CancelOnStop, StreamedAnswer, confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.sources import inspection
@@ -28,6 +31,8 @@ from nodes.sources.references import HubRef, ImageRef, recognise
 from operations.executor.work import in_thread
 from operations.models import TERMINAL, Operation, Status
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 1.0
 """Seconds between two lines of progress."""
 _STREAM_HEADERS = (
@@ -36,6 +41,7 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 _SUCCESS_LINE = {"status": "success"}
+_CLEARED_MESSAGE = "the record of the import was cleared"
 
 
 class PullFailed(ClusterError):
@@ -60,11 +66,8 @@ async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
     else:
         return _success_answer(body.stream)
     plan = await _plan_import(name)
-    admission = await in_thread(
-        request_import,
-        plan,
-        by=request.requester,
-        now=clock.now(),
+    admission = await run_as_caller(
+        request, lambda: request_import(plan, by=request.requester, now=clock.now())
     )
     progress = PullProgress(admission.operation.id, plan)
     return await progress.wait() if body.stream is False else progress
@@ -89,7 +92,7 @@ async def _plan_import(name: str) -> ImportPlan:
         raise Forbidden("only models of Ollama's registry and of Hugging Face can be pulled")
     # Not on this event loop: a header of megabytes is parsed.
     found = await asyncio.to_thread(lambda: asyncio.run(SourceFinder(settings).find(reference)))
-    return await in_thread(
+    return await run_database_call(
         lambda: inspection.plan_of(found, name=name.removesuffix(":latest"), now=clock.now())
     )
 
@@ -107,11 +110,20 @@ class PullProgress:
         with Outgoing(send) as client:
             await client.head(list(_STREAM_HEADERS))
             await client.body(_render_line({"status": "pulling manifest"}))
-            async for operation in self._states():
+            try:
+                with CancelOnStop():
+                    return 200, await self._send_states(client)
+            except ClusterError as error:
+                return error.status, _render_line({"error": error.message})
+
+    async def _send_states(self, client: Outgoing) -> bytes:
+        """Send a line for each state of the operation. Return the last line."""
+        async with aclosing(self._states()) as states:
+            async for operation in states:
                 if operation.status in TERMINAL:
-                    return 200, _render_end(operation)
+                    return _render_end(operation)
                 await client.body(_render_line(self._progress(operation)))
-        return 200, _render_line({"error": "the record of the import was cleared"})
+        return _render_line({"error": _CLEARED_MESSAGE})
 
     async def wait(self) -> Answer:
         """Wait until the import ends. Return the answer for success; raise PullFailed."""
@@ -120,16 +132,23 @@ class PullProgress:
                 return _success_answer(False)
             if operation.status in TERMINAL:
                 raise PullFailed(operation.error or operation.message)
-        raise PullFailed("the record of the import was cleared")
+        raise PullFailed(_CLEARED_MESSAGE)
 
-    async def _states(self) -> AsyncIterator[Operation]:
-        """Yield the operation each time that it may have changed. Stop if its row is deleted."""
+    async def _states(self) -> AsyncGenerator[Operation, None]:
+        """Yield the operation each time that it may have changed. Stop if its row is deleted.
+
+        The import does not need this process's database connection, so an outage is waited for.
+        """
         with gateway.wake_ups().watch(self._operation_id) as watch:
             while True:
-                operation = await in_thread(Operation.objects.filter(pk=self._operation_id).first)
-                if operation is None:
-                    return
-                yield operation
+                try:
+                    operation = await in_thread(Operation.objects.filter(pk=self._operation_id).first)
+                except DatabaseError as error:
+                    logger.info("The progress of an import cannot be read: %s", type(error).__name__)
+                else:
+                    if operation is None:
+                        return
+                    yield operation
                 await watch.changed(timeout=POLL_SECONDS)
 
     def _progress(self, operation: Operation) -> dict[str, str | int]:

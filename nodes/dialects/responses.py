@@ -135,7 +135,7 @@ def parse_request(fields: Mapping[str, Any], earlier: StoredItems = NO_STORED_IT
     functions, wanted_tool = tools.choose(body.tool_choice)
     tools_json, choice = check_tools(functions, wanted_tool, "parameters")
     entries = read_items(body.input, earlier)
-    messages = tuple(convert_items(body.instructions, entries))
+    messages = tuple(convert_items(body.instructions, entries, tools.names_in_request))
     if not entries:
         raise field_error("input", "has nothing that a model can read")
     return Generation(

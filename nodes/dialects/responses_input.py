@@ -65,6 +65,7 @@ class Item(msgspec.Struct, frozen=True):
     content: Contents | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: Contents | None = None
     input: str | None = None
@@ -117,16 +118,12 @@ def strip_unknown_items(input_items: Any) -> Any:
 
     An unknown type may use known field names with other meanings.
     """
-    if not isinstance(input_items, list):
-        return input_items
-    return [
-        {"type": item["type"]}
-        if isinstance(item, dict)
-        and isinstance(item.get("type"), str)
-        and item["type"] not in _KNOWN_ITEM_TYPES
-        else item
-        for item in input_items
-    ]
+    return [_strip_if_unknown(item) for item in input_items] if isinstance(input_items, list) else input_items
+
+
+def _strip_if_unknown(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in _KNOWN_ITEM_TYPES else item
 
 
 def read_items(input_items: str | Sequence[Item], earlier: StoredItems = NO_STORED_ITEMS) -> list[InputEntry]:
@@ -150,7 +147,8 @@ _TOO_MANY_CODE = "array_above_max_length"
 
 
 def _parse_stored_item(item: Mapping[str, Any]) -> Item:
-    return msgspec.convert(item, Item)
+    # Items are stored as the client sent them.
+    return msgspec.convert(_strip_if_unknown(item), Item)
 
 
 def _resolve_references(items: Sequence[Item], earlier: StoredItems) -> Iterator[InputEntry]:
@@ -246,21 +244,30 @@ def _check_result_calls(entries: Iterable[InputEntry]) -> None:
             raise field_error(f"{path}.call_id", message)
 
 
-def convert_items(instructions: str | None, entries: Sequence[InputEntry]) -> Iterator[ConversationMessage]:
-    """Yield the items as messages in the form that engines expect."""
+NamesInRequest = Mapping[tuple[str, str], str]
+"""Names of functions in the request, by their namespaces and their names in these."""
+
+
+def convert_items(
+    instructions: str | None, entries: Sequence[InputEntry], names: NamesInRequest
+) -> Iterator[ConversationMessage]:
+    """Yield the items as messages in the form that engines expect.
+
+    An earlier call of a function from a namespace gets the function's name in this request.
+    """
     if instructions:
         yield ConversationMessage("system", instructions)
     answer: list[Item] = []
     for _, item in entries:
         is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
         if not is_assistant_item or _starts_response(item, answer):
-            yield from _assistant_message(answer)
+            yield from _assistant_message(answer, names)
             answer = []
         if is_assistant_item:
             answer.append(item)
         else:
             yield _input_message(item)
-    yield from _assistant_message(answer)
+    yield from _assistant_message(answer, names)
 
 
 def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
@@ -277,10 +284,10 @@ def _input_message(item: Item) -> ConversationMessage:
     return ConversationMessage("user" if item.role == "user" else "system", _join_texts(item.content))
 
 
-def _assistant_message(items: Sequence[Item]) -> Iterator[ConversationMessage]:
+def _assistant_message(items: Sequence[Item], names: NamesInRequest) -> Iterator[ConversationMessage]:
     """Yield the message for the items of one earlier response, none if it has only thoughts."""
     calls = [
-        ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
+        ToolCall(item.call_id or "", CalledFunction(_called_name(item, names), item.arguments or ""))
         for item in items
         if item.type == "function_call"
     ]
@@ -291,6 +298,11 @@ def _assistant_message(items: Sequence[Item]) -> Iterator[ConversationMessage]:
             reasoning="\n".join(_join_texts(item.content) for item in items if item.type == "reasoning"),
             tool_calls=encode_json(calls) if calls else "",
         )
+
+
+def _called_name(item: Item, names: NamesInRequest) -> str:
+    name = item.name or ""
+    return names.get((item.namespace or "", name), name)
 
 
 def _join_texts(content: Contents | None) -> str:
@@ -377,6 +389,11 @@ class FunctionTools:
             self._add_namespace(tool, path)
         if len(self.functions) > MAX_TOOLS:
             raise field_error("tools", f"at most {MAX_TOOLS} functions", "array_above_max_length")
+
+    @property
+    def names_in_request(self) -> NamesInRequest:
+        """The names in this request of the functions from namespaces."""
+        return {inner: name for name, inner in self.namespaces.items()}
 
     def _add_namespace(self, tool: Mapping[str, Any], path: str) -> None:
         space, inner = tool.get("name"), tool.get("tools")

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import cancellation, clock
 from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded
 from localai_cluster.rpc.messages import (
@@ -147,6 +148,7 @@ async def compute_embeddings(
     except InvalidInput as refusal:
         refusal.field = refusal.field or field
         raise
+    metrics.tokens_used(request.model, count_tokens(results), 0, 0)
     for result in results:
         _check_result(result, body.dimensions)
     return results
@@ -371,7 +373,9 @@ async def _rank_documents(request: InferenceRequest) -> tuple[RerankBody, Rerank
     attempts = gateway.attempts(request)
     while True:
         async with attempts as engine:
-            return body, await engine.rerank(call, request.deadline - clock.monotonic())
+            result = await engine.rerank(call, request.deadline - clock.monotonic())
+            metrics.tokens_used(request.model, result.usage.prompt_tokens, 0, 0)
+            return body, result
 
 
 class CohereEntry(ResponseBody):

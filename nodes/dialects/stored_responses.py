@@ -128,6 +128,9 @@ class CallerStore:
         previous = previous if isinstance(previous, str) else ""
         # An item's id begins with that of its response.
         named = {f"{_ID_PREFIX}{parts[1]}" for name in references if len(parts := name.split("_")) == 3}
+        named = {name for name in named if _is_possible_id(name)}
+        if previous and not _is_possible_id(previous):
+            _check_chain(previous, ())
         if not previous and not named:
             return StoredContext(StoredItems(has_store=True))
         parameters = self.parameters(
@@ -167,6 +170,11 @@ def _referenced_ids(input_items: Any) -> set[str]:
         if isinstance(item, dict) and item.get("type") == "item_reference"
     )
     return {name for name in ids if isinstance(name, str)}
+
+
+def _is_possible_id(text: str) -> bool:
+    """Return True if a stored response may have this id. PostgreSQL rejects NUL in a text."""
+    return not names.find_unprintable(text)
 
 
 def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
@@ -294,11 +302,11 @@ async def _run_statement(
 ) -> T | None:
     """Run a statement about the response in the path; return None if the caller stores no responses."""
     await confirm(request)
-    store = CallerStore.of(request)
-    if store is None:
+    store, identity = CallerStore.of(request), _response_id(request)
+    if store is None or not _is_possible_id(identity):
         return None
     with _translate_unreachable():
-        return await statement(store.parameters(clock.now(), id=_response_id(request)))
+        return await statement(store.parameters(clock.now(), id=identity))
 
 
 def _response_id(request: InferenceRequest) -> str:

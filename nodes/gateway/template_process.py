@@ -9,15 +9,18 @@ Run as a script, it imports nothing of this project. A request is a header with 
 is `REPLY_HEADER` and a text.
 """
 
+import json
 import resource
 import signal
 import struct
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, BinaryIO
 
 import jinja2
+import jinja2.ext
 import jinja2.sandbox
 import orjson
 
@@ -71,7 +74,8 @@ def _process_request(request: Any) -> tuple[int, bytes]:
     """Return the result code and the text for one request. A timer ends the process if it takes too long."""
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     try:
-        values = request["values"] | {"raise_exception": _raise_refusal}
+        now = datetime.fromisoformat(request["now"])
+        values = request["values"] | {"raise_exception": _raise_refusal, "strftime_now": now.strftime}
         return PROMPT_RENDERED, "".join(
             _check_length(_compile_template(request["source"]).generate(values))
         ).encode()
@@ -111,12 +115,34 @@ def _compile_template(source: str) -> jinja2.Template:
 def _build_environment() -> jinja2.sandbox.SandboxedEnvironment:
     # Templates of models expect these options.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
-    environment.filters["tojson"] = lambda value, indent=None: orjson.dumps(
-        value, option=orjson.OPT_INDENT_2 if indent else None
-    ).decode()
+    environment.filters["tojson"] = _to_json
     return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """The tag `generation`, which marks the model's own text for its training. Its content is rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Return the statements inside of the tag."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return the value as JSON in the form in which models were trained on it: that of `transformers`."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _limit_process(memory: int) -> None:

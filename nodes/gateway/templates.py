@@ -94,7 +94,9 @@ def _render_in_thread(source: str, conversation: Conversation) -> str:
         "eos_token": "",
     }
     try:
-        request = orjson.dumps({"source": source, "values": values, "seconds": CPU_LIMIT_SECONDS})
+        request = orjson.dumps(
+            {"source": source, "values": values, "seconds": CPU_LIMIT_SECONDS, "now": clock.now()}
+        )
         result, text = _send_request(request)
     except (_ProcessEnded, _ProcessSilent, orjson.JSONEncodeError) as error:
         raise TemplateUnusable(f"the chat template of the model's definition fails: {error}") from error

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from django.db import models
 from django.db.models import BigIntegerField, F, Func, Q, Sum, Value, Window
+from django.db.models.functions import Collate
 
 from localai_cluster.kit import clock, errors, names
 
@@ -46,6 +47,13 @@ class RoutePolicy(models.TextChoices):
 
     ROUND_ROBIN = "round_robin", "round robin"
     PREFIX_CACHE = "prefix_cache", "prefix cache"
+
+
+RULE_LOCK_ORDER = Collate("model_name", "C")
+"""Order in which every transaction locks the rules of several models, against deadlocks.
+
+It is the order of Python's `sorted`; the database's own collation may have another one.
+"""
 
 
 class ModelSchedulingConfig(models.Model):

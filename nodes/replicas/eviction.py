@@ -16,6 +16,7 @@ from django.db.models import Count, Q
 from localai_cluster.kit import conf
 from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
+from nodes.models.scheduling import RULE_LOCK_ORDER
 from nodes.placement.evict import ProtectionRules, Resident
 
 STOPS_WITHIN = timedelta(seconds=60)
@@ -82,7 +83,7 @@ def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime)
     if len(rows.select_for_update(of=("self",))) < len(victims):
         return False
     models = {victim.model_name for victim in victims}
-    rules = ModelSchedulingConfig.objects.filter(model_name__in=models).order_by("model_name")
+    rules = ModelSchedulingConfig.objects.filter(model_name__in=models).order_by(RULE_LOCK_ORDER)
     locked = rules.select_for_update(no_key=True).values_list("model_name", "min_replicas", "spread_all")
     current_guard, evictions = _protection_rules(model_name, models, list(locked), now), Counter[str]()
     for victim in victims:

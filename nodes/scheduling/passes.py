@@ -13,6 +13,7 @@ from django.db.models import Q, QuerySet
 
 from localai_cluster.kit.leases import update_rows
 from nodes.models import ModelSchedulingConfig, scheduling
+from nodes.models.scheduling import RULE_LOCK_ORDER
 from nodes.scheduling.snapshot import (
     ClearUnsatisfiable,
     DesiredState,
@@ -68,9 +69,8 @@ def write_results(
     """Store the decisions in those rules of `about` that were not changed since; two statements."""
     decision_by_model = {decision.model: decision for decision in decisions}
     with transaction.atomic():
-        # In the order of `cooldowns`, against deadlocks.
-        rows = ModelSchedulingConfig.objects.filter(model_name__in=decision_by_model).order_by("model_name")
-        locked = rows.select_for_update()
+        rows = ModelSchedulingConfig.objects.filter(model_name__in=decision_by_model)
+        locked = rows.order_by(RULE_LOCK_ORDER).select_for_update()
         unchanged = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
         for row in unchanged:
             _apply_result(row, decision_by_model[row.model_name], now)
@@ -94,12 +94,9 @@ def _apply_result(row: ModelSchedulingConfig, decision: RuleDecision, now: datet
 
 
 def clear_cooldowns(now: datetime) -> None:
-    """Clear the cooldown flags of all rules.
-
-    The rows are locked in a fixed order, which prevents deadlocks.
-    """
+    """Clear the cooldown flags of all rules."""
     waiting = Q(unsatisfiable_until__isnull=False) | Q(unsatisfiable_ticks__gt=0)
-    flagged = ModelSchedulingConfig.objects.filter(waiting).order_by("model_name").select_for_update()
+    flagged = ModelSchedulingConfig.objects.filter(waiting).order_by(RULE_LOCK_ORDER).select_for_update()
     if ids := list(flagged.values_list("pk", flat=True)):
         ModelSchedulingConfig.objects.filter(pk__in=ids).update(
             unsatisfiable_until=None, unsatisfiable_ticks=0, updated_at=now

@@ -150,7 +150,7 @@ def replace_rules(rules: Iterable[Rule], now: datetime) -> int:
     """
     latest = {rule.model_name: rule for rule in rules}
     with transaction.atomic():
-        # In the order of `cooldowns`, against deadlocks.
+        # The order of `RULE_LOCK_ORDER`.
         for name in sorted(latest):
             set_rule(latest[name], now)
     return len(latest)

@@ -1,13 +1,14 @@
 """Files in S3-compatible object stores, through `obstore`, which is imported at the first use.
 
 Credentials come from the settings only. Without credentials requests are not signed, because the library must
-not use credentials of the machine that this process runs on.
+not use credentials of the machine that this process runs on. Only the host of the store is dialled.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from localai_cluster.kit import names
 from localai_cluster.kit.outbound import SourceBody, SourceError, SourceMissing, SourceRefused
@@ -21,6 +22,8 @@ REQUEST_WITHIN = 60.0
 """Seconds until a response must begin: for an object, its size, or a page of a list."""
 _PIECE_BYTES = 1024 * 1024
 _DEFAULT_REGION = "us-east-1"
+_NO_PROXY_URL = "http://no-proxy.invalid"
+_AMAZON_DOMAINS = "amazonaws.com,amazonaws.com.cn"
 
 
 async def store(settings: ClusterSettings, bucket: str) -> Any:
@@ -42,6 +45,10 @@ def _make_store(settings: ClusterSettings, bucket: str) -> Any:
         "allow_http": settings.s3_endpoint.startswith("http://"),
         "timeout": "1h",
         "connect_timeout": "10s",
+        # The library would use the proxies of the environment and follow redirects to any host. A proxy that
+        # does not exist stands in for both, and only the object store itself is dialled without it.
+        "proxy_url": _NO_PROXY_URL,
+        "proxy_excludes": urlsplit(settings.s3_endpoint).hostname or _AMAZON_DOMAINS,
     }
     # The operation repeats what failed, with a reason that people see.
     return S3Store(bucket, **options, client_options=client, retry_config={"max_retries": 0})

@@ -12,7 +12,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts.actors import Actor, ActorKind
-from localai_cluster.kit import clock, leases
+from localai_cluster.kit import addresses, clock, leases
 from nodes.models import BackendNode, NodeEvent, NodeLabel, RevokedSecret
 from nodes.registry import claims, labels, lifecycle
 from nodes.registry.overrides import set_replica_cap
@@ -128,6 +128,14 @@ def test_no_filter_guesses_a_column_that_no_page_shows(root: Client) -> None:
 def test_an_impossible_id_or_filter_is_no_crash(root: Client, path: str) -> None:
     """A regular expression could also keep the database busy."""
     assert root.get(path).status_code in (302, 400, 404)
+
+
+def test_a_defect_of_a_page_is_no_impossible_filter(root: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a 500 with its traceback in the log; a 400 would hide it."""
+    node = api.make_node("n")
+    monkeypatch.setattr(BackendNode, "__str__", lambda _: addresses.parse("no address").target)
+    root.raise_request_exception = False
+    assert root.get(f"{pages.url(node.pk)}?_popup=1").status_code == 500
 
 
 @pytest.mark.parametrize("query", ["status=%00", "gpu_vendor=%00", "node_type__exact=%00", "x=%00", "q=%00"])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from urllib.parse import quote
 import psycopg
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig
-from nodes.scheduling import rules, store
+from nodes.replicas import eviction
+from nodes.scheduling import passes, rules, store
 from nodes.scheduling.rules import MAX_REPLICAS, MAX_THRESHOLD, Rule
+from nodes.scheduling.snapshot import RuleDecision
 from operations.changes.events import conninfo
 from tests.support import api
 from tests.support.fleet import at_once, unexpected
@@ -229,6 +234,27 @@ def test_writers_of_one_rule_at_once_all_succeed() -> None:
     assert unexpected(results) == []
     row = ModelSchedulingConfig.objects.filter(model_name="m").first()
     assert row is None or {row.node_selector["n"]} == {str(row.min_replicas)} == {str(row.max_replicas)}
+
+
+def test_all_writers_lock_rules_in_the_order_of_the_settings() -> None:
+    """`bootstrap` sets rules in Python's order; a pass that locks in another order can deadlock with it."""
+    now = clock.now()
+    for name in ("B", "a"):
+        store.set_rule(Rule(name, min_replicas=1), now)
+    ModelSchedulingConfig.objects.update(unsatisfiable_ticks=1)
+    state = {rule.model: rule for rule in passes.read_desired_states()}
+    decisions = [RuleDecision(name, 1, 0, 0, "full", ()) for name in ("B", "a")]
+    with CaptureQueriesContext(connection) as queries:
+        passes.write_results(decisions, state, now)
+        passes.clear_cooldowns(now)
+        eviction.lock_victims("m", [], now=now)
+    locks = [
+        query["sql"]
+        for query in queries
+        if re.search("FOR (NO KEY )?UPDATE", query["sql"]) and "model_scheduling_configs" in query["sql"]
+    ]
+    assert len(locks) >= 2
+    assert all('COLLATE "C"' in lock.rpartition("ORDER BY")[2] for lock in locks), locks
 
 
 # Rules from the settings

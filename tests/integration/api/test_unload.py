@@ -11,7 +11,7 @@ import pytest
 from django.db import OperationalError
 
 from localai_cluster.api_document import document
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import Conflict
 from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import StatusResponse
@@ -27,6 +27,7 @@ from operations.models import Event as State
 from operations.models import Operation
 from tests.integration.api.test_document import fits
 from tests.support import api, hot
+from tests.support.backends import TOKEN
 from tests.support.fleet import at_once
 from tests.support.races import meanwhile
 from tests.support.replicas import attempt
@@ -394,6 +395,23 @@ class TestMonitor:
         assert (answer["state"], answer["memory"]) == (2, {"total": 42, "breakdown": {"gpu": 40}})
         assert [one["replica_index"] for one in answer["replicas"]] == [0, 1]
         assert [one.get("error", "") for one in answer["replicas"]] == ["", "the engine is gone"]
+
+    @pytest.mark.parametrize("is_stock", [True, False])
+    def test_an_engine_gets_the_token_that_it_expects(
+        self, monkeypatch: pytest.MonkeyPatch, is_stock: bool
+    ) -> None:
+        """The engines of a stock worker expect the registration token; without it they refuse the call."""
+        tokens = []
+
+        class Recorded(PlayedEngine):
+            def __init__(self, address: str, token: str) -> None:
+                super().__init__(address, token)
+                tokens.append(token)
+
+        monkeypatch.setattr(engines, "BackendClient", Recorded)
+        hot.replica(hot.node(weak_identity=is_stock, engine_token="" if is_stock else TOKEN))
+        assert self.get().status_code == 200
+        assert tokens == [conf.cluster().registration_token if is_stock else TOKEN]
 
     @pytest.mark.usefixtures("_engines")
     def test_a_model_whose_engines_are_silent_is_502(self) -> None:

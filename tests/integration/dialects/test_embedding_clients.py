@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
+from localai_cluster.metrics import web as metrics
 from tests.support import hot
 from tests.support.answering import DEFINITION, definitions, play, reply
 from tests.support.scripted import Refusal, Scripted
@@ -77,3 +78,27 @@ def test_cohere_ranks_documents() -> None:
     assert [entry["index"] for entry in ranked["results"]] == [1, 2]
     assert all(set(entry) == {"index", "relevance_score"} for entry in ranked["results"])
     assert ranked["meta"]["api_version"] == {"version": "2"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        (OPENAI, {"input": ["one", "two"]}, 6),
+        (EMBED, {"input": "one"}, 3),
+        (OLDER, {"prompt": "one"}, 3),
+        ("/v1/rerank", {"query": "q", "documents": ["a", "b"]}, 9),
+        ("/v2/rerank", {"query": "q", "documents": ["a", "b"]}, 9),
+    ],
+)
+def test_the_figures_of_a_model_have_the_tokens_of_texts(
+    path: str, body: dict[str, Any], tokens: int
+) -> None:
+    """The figures have the tokens of all prompts: those of a model for vectors were always 0."""
+
+    async def scenario(client: hot.Client, _: Any) -> metrics.ModelCounts:
+        metrics.take_model_counts()
+        assert (await reply(client.post(path, {"model": "m", **body}))).status == 200
+        return metrics.take_model_counts()["m"]
+
+    counts = play(scenario, Scripted())
+    assert (counts.requests, counts.prompt_tokens, counts.completion_tokens) == (1, tokens, 0)

@@ -183,6 +183,42 @@ def test_items_of_stored_responses_can_be_referred_to(store: None) -> None:
     ]
 
 
+UNREAD_ITEMS: list[dict[str, Any]] = [
+    {"type": "tool_search_call", "arguments": {"query": "x"}},
+    {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "x"}]},
+    {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+]
+"""Items that only OpenAI can read. Their fields have the names of our fields and other types."""
+
+
+@pytest.mark.parametrize("item", UNREAD_ITEMS, ids=lambda item: item["type"])
+def test_a_conversation_goes_on_after_an_item_that_was_left_out(store: None, item: dict[str, Any]) -> None:
+    """C2, C5: what is left out of a request is left out of the conversation that continues it."""
+    engine = Recalling()
+
+    async def scenario(client: hot.Client, _: Any) -> None:
+        first = await made(client, input=[item, {"role": "user", "content": "one"}])
+        await made(client, input="two", previous_response_id=first["id"])
+
+    play(scenario, engine)
+    assert engine.conversations[-1] == [("user", "one"), ("assistant", "Hello you"), ("user", "two")]
+
+
+def test_no_stored_response_has_an_id_with_nul(store: None) -> None:
+    """PostgreSQL rejects NUL: such an id is not found, wherever a request has it."""
+
+    async def scenario(client: hot.Client, _: Any) -> None:
+        for previous in ("\0", "resp_a\0"):
+            status, error = await refused(client, previous_response_id=previous)
+            assert (status, error["code"]) == (400, "previous_response_not_found")
+        status, error = await refused(client, input=[{"type": "item_reference", "id": "msg_a\0_0"}])
+        assert (status, error["param"]) == (400, "input")
+        for method in ("GET", "DELETE"):
+            assert (await shown(client, "resp_a\0", method)).status == 404
+
+    play(scenario, Recalling())
+
+
 def test_each_key_has_a_store_of_its_own(store: None) -> None:
     """C5: another key of the same user finds nothing; a session and an open network have no store."""
     user = get_user_model().objects.create_user("ann")

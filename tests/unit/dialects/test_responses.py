@@ -239,6 +239,18 @@ def test_tools_that_cannot_be_run_here_are_left_out() -> None:
     assert whole["tools"] == CODEX
 
 
+def test_an_earlier_call_has_the_name_of_its_function_in_this_request() -> None:
+    """C2: two namespaces have a function of one name; the model must not see a call of the other one."""
+    function = {"type": "function", "name": "search"}
+    tools = [{"type": "namespace", "name": space, "tools": [function]} for space in ("mail", "files")]
+    call = {"type": "function_call", "call_id": "c", "name": "search", "arguments": "{}"}
+    called = []
+    for space in ("mail", "files", None):
+        told = conversation({"tools": tools, "input": [call | {"namespace": space}]})
+        called.append(json.loads(told.messages[0].tool_calls)[0]["function"]["name"])
+    assert called == ["search", "files__search", "search"]
+
+
 def test_each_function_has_a_name_of_its_own_in_any_order() -> None:
     """A function without a namespace keeps its name, and can be forced by it."""
     x = {"type": "function", "name": "x"}

@@ -4,6 +4,7 @@ import asyncio
 import resource
 import signal
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,10 @@ def test_a_template_that_writes_nothing_for_long_is_given_up(
         "{{ 'x' * 1900000000 }}",
         "{{ ('x' * 99999).replace('', 'y' * 99999) }}",
         "{{ range(99999) | map('string') | join('z' * 99999) }}",
+        "{{ [1] | tojson(indent=1900000000) }}",
         "{% set all = namespace(x='x') %}{% for a in range(99) %}{% set all.x = all.x ~ all.x %}{% endfor %}",
     ],
-    ids=["sort", "power", "percent", "format", "center", "repeat", "replace", "join", "doubled"],
+    ids=["sort", "power", "percent", "format", "center", "repeat", "replace", "join", "json", "doubled"],
 )
 def test_no_single_step_holds_the_server_or_takes_its_memory(
     source: str, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +73,25 @@ def test_no_single_step_holds_the_server_or_takes_its_memory(
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0, "seconds"
     assert after.ru_maxrss - before.ru_maxrss < 200 * 1024, "KiB"
     assert made("{{ messages[0].content }}") == "hello", "the next prompt has a process again"
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        ("{{ tools | tojson }}", '[{"name": "é", "a": 1}]'),
+        ("{{ tools | tojson(ensure_ascii=False) }}", '[{"name": "é", "a": 1}]'),
+        ("{{ tools[0] | tojson(separators=(',', ':'), sort_keys=True) }}", '{"a":1,"name":"é"}'),
+        ("{{ tools[0].a | tojson(indent=4) }}{{ ['<'] | tojson(indent=1) }}", '1[\n "<"\n]'),
+        ("{{ strftime_now('%d %b %Y') }}", "02 Jan 2026"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hello!"),
+    ],
+)
+def test_templates_of_models_find_what_they_call(
+    source: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `transformers`, for which they are written: a call that fails is a 500 for every chat."""
+    monkeypatch.setattr(clock, "now", lambda: datetime(2026, 1, 2, tzinfo=UTC))
+    assert made(source, Conversation(ASKED.messages, tools='[{"name":"é","a":1}]')) == prompt
 
 
 @pytest.fixture
