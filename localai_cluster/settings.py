@@ -221,6 +221,7 @@ SPECTACULAR_SETTINGS = {
     "ENUM_NAME_OVERRIDES": {
         "NodeStatus": "nodes.models.NodeStatus",
     },
+    "PATH_CONVERTER_OVERRIDES": {"text": {"type": "string"}},
     "SWAGGER_UI_DIST": "SIDECAR",
     # A deep link is an anchor inside of the button that opens its operation: two controls in one place.
     "SWAGGER_UI_SETTINGS": {

@@ -13,6 +13,8 @@ from typing import Any
 from django.core.exceptions import PermissionDenied, RequestDataTooBig, SuspiciousOperation
 from django.db import IntegrityError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, JsonResponse
+from django.urls import register_converter
+from django.urls.converters import StringConverter
 from rest_framework import exceptions
 from rest_framework.response import Response
 from rest_framework.views import APIView, set_rollback
@@ -23,6 +25,18 @@ from localai_cluster.web.wire import MALFORMED_MESSAGE
 log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
+
+
+class TextConverter(StringConverter):
+    """A text at the end of an address: any characters.
+
+    Django's `path` matches no line break, so such a name would get the error body of an unknown route.
+    """
+
+    regex = "(?s:.+)"
+
+
+register_converter(TextConverter, "text")
 
 
 class FlatView(APIView):

@@ -260,3 +260,11 @@ def test_localais_clients_delete_a_model() -> None:
 
 def test_the_schema_is_served() -> None:
     assert answer("GET", "/schema")["properties"]["context_size"]["type"] == ["integer", "null"]
+
+
+@pytest.mark.parametrize("route", ["definitions/{}", "definitions/{}/revisions", "models/config-json/{}"])
+def test_a_name_with_a_line_break_gets_the_error_body_of_its_route(route: str) -> None:
+    """Random inputs found that it was that of an unknown route."""
+    answer = api.admin().get(f"/api/{route.format('a%0Ab')}")
+    assert answer.status_code in (400, 404)
+    assert isinstance(answer.json()["error"], str)
