@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DatabaseError, close_old_connections
+from django.db import Error as DatabaseError
+from django.db import close_old_connections
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Argument, Columns, Options, VerbCommand
