@@ -550,7 +550,7 @@ def test_ctrl_c_interrupts_a_migration_that_waits(tmp_path: Path, monkeypatch: p
     said = io.StringIO()
 
     def start(cluster: run.Cluster) -> None:
-        monkeypatch.setattr(preparation.processes, "spawn", spawn_waiting)
+        monkeypatch.setattr(processes, "spawn", spawn_waiting)
         cluster._preparation = preparation.Preparation({"PATH": os.environ["PATH"]})
         threading.Timer(0.1, cluster.ask_to_stop).start()
         cluster._preparation.migrate()
