@@ -46,7 +46,7 @@ def worker_environment(environ: Mapping[str, str], name: str) -> dict[str, str]:
         raise SetupError(
             f"The name {name!r} belongs to the worker of `make run`.", "Example: make worker NAME=two."
         )
-    if not all(sign.isalnum() or sign in "-_." for sign in name):
+    if name in (".", "..") or not all(sign.isalnum() or sign in "-_." for sign in name):
         raise SetupError(f"{name!r} is not a valid name.", "Use letters, digits, '-', '_' and '.'.")
     layout = _running_layout(environ)
     return layout.worker_environment(name, layout.data_dir / "workers" / name)

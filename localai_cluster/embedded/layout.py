@@ -31,6 +31,7 @@ from localai_cluster.embedded.resources import (
 from localai_cluster.embedded.secrets import Secrets, ensure_secret
 from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.kit import addresses, conf
+from localai_cluster.kit.env import split_list
 
 
 def ssl_context_for(certificate: Path) -> ssl.SSLContext:
@@ -220,6 +221,11 @@ class Layout:
         Each start writes the file again.
         """
         return self.secrets.directory / "join_command"
+
+    @property
+    def admin_key(self) -> str:
+        """The first API key of the admin: the operator's setting may hold several."""
+        return next(iter(split_list(self.secrets.value("admin_api_key"))), "")
 
     @property
     def wheel_dir(self) -> Path:

@@ -158,6 +158,13 @@ class Preparation:
         is_late.set()
         processes.end_child(self._child, processes.group_of(self._child.pid))
 
+    def interrupt(self) -> None:
+        """End the child process without a wait. Safe in a signal handler.
+
+        A method that waits for its output then raises SetupError.
+        """
+        self._child.terminate()
+
     def close(self) -> None:
         """End the child process if it is still running."""
         if self._child.poll() is None:

@@ -125,9 +125,14 @@ class Cluster:
         self._wait_registered(before)
 
     def ask_to_stop(self, *_: Any) -> None:
-        """Request an orderly stop; a second call ends all waits. Safe in a signal handler."""
+        """Request an orderly stop; a second call ends all waits. Safe in a signal handler.
+
+        A migration is interrupted: each one is a transaction, and another process may block it.
+        """
         self._asked += 1
         self.stopping.set()
+        if self._preparation:
+            self._preparation.interrupt()
         if self._asked > 1 and self._supervisor:
             self._supervisor.hurry()
 
@@ -263,8 +268,8 @@ class Cluster:
         self._raise_if_cancelled()
 
     def _find_local_node(self) -> Mapping[str, Any]:
-        key = self.layout.secrets.value("admin_api_key")
-        return find_node(self.layout.probe_url, key, LOCAL_WORKER_NAME, self.layout.probe_trust)
+        url, trust = self.layout.probe_url, self.layout.probe_trust
+        return find_node(url, self.layout.admin_key, LOCAL_WORKER_NAME, trust)
 
 
 @cache
@@ -360,6 +365,9 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
                     break
         except StartCancelled:
             pass
+        except SetupError:
+            if not cluster.stopping.is_set():  # else it failed because it was interrupted
+                raise
         finally:
             if cluster.pids():
                 log.say("run", "stopping (press Ctrl-C again to stop at once)")
@@ -387,7 +395,7 @@ class ExampleRequest:
 
 def served_models(layout: Layout) -> frozenset[str]:
     """Return the names of the running cluster's models; empty if the cluster does not respond."""
-    headers = {"Authorization": f"Bearer {layout.secrets.value('admin_api_key')}"}
+    headers = {"Authorization": f"Bearer {layout.admin_key}"}
     try:
         client = _probe_client(layout.probe_trust)
         listed = client.get(f"{layout.probe_url}/v1/models", headers=headers, timeout=10).json()

@@ -45,6 +45,8 @@ WELL_KNOWN_SECRETS = frozenset(
     {"changeme", "change-me", "default", "insecure", "localai", "localai-cluster", "password", "secret"}
 )
 MAX_QUOTE_LENGTH = 200
+MAX_DURATION_HOURS = 100 * 365 * 24
+"""Longest duration: a hundred years. The calendar ends before `now` and a million years."""
 _TRUE_WORDS, _FALSE_WORDS = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
 
 
@@ -66,12 +68,18 @@ def is_weak_secret(value: str) -> bool:
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`. Raise ValueError."""
+    """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`.
+
+    Raise ValueError for another text, and for more than `MAX_DURATION_HOURS`.
+    """
     text = text.strip()
     parts = _GO_DURATION_PART_PATTERN.findall("0s" if text == "0" else text)
     if not parts or text not in ("0", "".join(number + unit for number, unit in parts)):
         raise ValueError("not a duration such as 60s, 1m30s or 500ms")
-    return float(sum(float(number) * _SECONDS_BY_GO_UNIT[unit] for number, unit in parts))
+    seconds = float(sum(float(number) * _SECONDS_BY_GO_UNIT[unit] for number, unit in parts))
+    if seconds > MAX_DURATION_HOURS * 3600:
+        raise ValueError(f"longer than {MAX_DURATION_HOURS}h, a hundred years")
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import transaction
-from django.db.models import BooleanField, F, Func, JSONField, Q, Value
+from django.db.models import BooleanField, F, Func, JSONField, Max, Q, Value
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
@@ -79,13 +79,25 @@ def save(
                 _notify_change(row)
             return row
         if row is None:
-            ModelDefinition.objects.filter(name=definition.name).delete()  # those that were deleted before
+            revision = _forget_deleted(definition.name)
             row = ModelDefinition(name=definition.name, created_at=now)
         row.text, row.origin, row.revision = text, origin, revision + 1
         row.files = entries
         _save_change(row, "saved", f"revision {row.revision}{reason and f': {reason}'}", now)
         _add_revision(row, actor, reason, now)
     return row
+
+
+def _forget_deleted(name: str) -> int:
+    """Delete the definitions of this name that are marked as deleted; return their last revision, 0 = none.
+
+    A new definition continues their numbers: a caller that has read a revision of the deleted one (an open
+    editor, a download of hours) must not replace the new one, whose first revision would have that number.
+    """
+    deleted = ModelDefinition.objects.filter(name=name)
+    last: int | None = deleted.aggregate(last=Max("revision"))["last"]
+    deleted.delete()
+    return last or 0
 
 
 def check(name: str | None, text: str) -> Definition:

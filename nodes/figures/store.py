@@ -94,12 +94,20 @@ ON CONFLICT (subject, at) DO UPDATE SET numbers = ARRAY(
 """
 
 
+def create_partitions(now: datetime) -> None:
+    """Create the missing partitions for now and for the next period.
+
+    Raise OperationalError if another process holds the lock for too long.
+    """
+    partitions.create_missing((table, at) for table in TABLES for at in (now, now + table.width))
+
+
 def store_samples(*, heard_since: datetime, now: datetime) -> int:
     """Store a sample of the cluster and of each node with a heartbeat since `heard_since`. Return the number.
 
     Create the partitions for now and for the next period. A repeated call changes nothing.
     """
-    partitions.create_missing((table, at) for table in TABLES for at in (now, now + table.width))
+    create_partitions(now)
     with connection.cursor() as cursor:
         cursor.execute(_SAMPLE_SQL, {"at": floor_to_step(now, SAMPLE_EVERY), "heard_since": heard_since})
         stored: int = cursor.rowcount
@@ -110,7 +118,8 @@ async def add_counts(pool: Pool, counts: Mapping[str, ModelCounts], *, now: date
     """Add a web process's counts for its models, and their sums, in one statement.
 
     Do not repeat it after a lost reply: the statement may have been executed. Create the partition if it is
-    missing: the sampling task creates it in advance, but it may not have run yet, or its clock is behind.
+    missing: `migrate` and the sampling task create it in advance, but the task may not run, or its clock is
+    behind.
     Raise CheckViolation, with nothing stored, if the partition is missing because its period is over.
     """
     numbers = {

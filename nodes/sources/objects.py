@@ -101,7 +101,8 @@ async def list_files(store: Any, key: str) -> list[RepositoryFile]:
             batch = await anext(pages, None)
         if batch is None:
             break
-        found += [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
+        listed = [RepositoryFile(str(meta["path"]), int(meta["size"])) for meta in batch]
+        found += [file for file in listed if not names.find_unprintable(file.path)]
         if len(found) > MAX_OBJECTS:
             raise SourceError(
                 f"{names.to_single_line(key[:100])} has more than {MAX_OBJECTS} objects:"

@@ -49,8 +49,9 @@ def _read_or_refuse(settings: ClusterSettings, path: str) -> SharedVariants:
 def _read_variants(settings: ClusterSettings, path: str) -> SharedVariants:
     target, models = _resolve_below_root(settings, path), settings.models_path.resolve()
     base = target if target.is_dir() else target.parent
-    files = list(_list_files(base)) if target.is_dir() else [_convert_file(base, target)]
-    found = variants_of(files)
+    files = _list_files(base) if target.is_dir() else [_convert_file(base, target)]
+    # No definition and no response can hold a name in another character set than UTF-8.
+    found = variants_of([file for file in files if not names.find_unprintable(file.path)])
     if not found:
         raise _invalid_path(path, "has no file of a model")
     headers = {}

@@ -92,7 +92,10 @@ class Command(BaseCommand):
             fingerprint = identity.check_node_secret(secret)
         except errors.InvalidInput as error:
             raise CommandError("CLUSTER_ENROL_SECRET must be 64 lower-case hex digits.") from error
-        claims.enrol(name, fingerprint, actor=actors.MAKE_RUN, now=clock.now())
+        try:
+            claims.enrol(name, fingerprint, actor=actors.MAKE_RUN, now=clock.now())
+        except errors.ClusterError as refusal:
+            raise CommandError(f"CLUSTER_ENROL_NODE: {refusal.message}") from refusal
         self.stdout.write(f"node {name!r} enrolled")
 
     @staticmethod

@@ -1,12 +1,15 @@
 """`manage.py migrate`, run by one process at a time (R1.9), because several may start together."""
 
+from contextlib import suppress
 from typing import Any
 
 from django.core.management.commands.migrate import Command as Migrate
-from django.db import connection
+from django.db import OperationalError, connection
 
+from localai_cluster.kit import clock
 from localai_cluster.kit.transactions import Lock, wait_for_lock
 from localai_cluster.management.schema_version import Schema, note_version, refuse_newer
+from nodes.figures import store as figures
 
 
 class Command(Migrate):
@@ -23,3 +26,14 @@ class Command(Migrate):
             super().handle(*args, **options)
             if not (options["plan"] or options["check_unapplied"]):
                 note_version(connection.connection)
+                _create_partitions()
+
+
+def _create_partitions() -> None:
+    """Create the partitions of figures before a process writes to them, if the migrations create the tables.
+
+    Without them PostgreSQL would log an error for the first report of each web process.
+    """
+    if figures.SAMPLES_TABLE.name in connection.introspection.table_names():
+        with suppress(OperationalError):  # a lock is held for long: the sampling task tries again
+            figures.create_partitions(clock.now())

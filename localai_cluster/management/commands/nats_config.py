@@ -17,6 +17,7 @@ from localai_cluster.embedded.secrets import ensure_secret
 from localai_cluster.kit.files import replace_file
 from localai_cluster.kit.nkeys import Role
 
+MAX_PORT = 65535
 _SEEDS: dict[str, tuple[Role, str]] = {
     "operator": ("operator", "CLUSTER_NATS_OPERATOR_SEED_FILE"),
     "system": ("account", "CLUSTER_NATS_SYSTEM_SEED_FILE"),
@@ -45,6 +46,10 @@ class Command(BaseCommand):
         """Write the files. Raise CommandError if the folder cannot be used."""
         if bool(options["tls_cert"]) != bool(options["tls_key"]):
             raise CommandError("--tls-cert and --tls-key go together")
+        if options["tls_ca"] and not options["tls_cert"]:
+            raise CommandError("--tls-ca needs --tls-cert and --tls-key: without them there is no TLS")
+        if not 1 <= options["port"] <= MAX_PORT:
+            raise CommandError(f"--port must be from 1 to {MAX_PORT}")
         folder = folder.absolute()
         try:
             private_directory(folder)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
+from django.db import Error as DatabaseError
+from django.db import close_old_connections
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Argument, Columns, Options, VerbCommand
@@ -168,11 +170,12 @@ def edit_model(options: Options) -> str:
             expected_revision=row.revision if row is not None else 0,
             now=clock.now(),
         )
-    except errors.ClusterError as error:
+    except (errors.ClusterError, DatabaseError) as error:
         if options["set"] or options["file"] is not None:
             raise
+        reason = error.message if isinstance(error, errors.ClusterError) else f"not saved: {error}"
         raise CommandError(
-            f"{error.message}; the edited text is in {_save_draft(text)}: use it with --file"
+            f"{' '.join(reason.split())}; the edited text is in {_save_draft(text)}: use it with --file"
         ) from error
     return _saved_text(options, f"revision {saved.revision}" if text != former else "not changed")
 
@@ -187,7 +190,10 @@ def _read_text(path: Path) -> str:
 
 def _edit_in_program(text: str) -> str:
     """Open the text in the user's editor; return the edited text."""
-    program = shlex.split(os.environ.get(EDITOR_VARIABLE, "")) or ["vi"]
+    try:
+        program = shlex.split(os.environ.get(EDITOR_VARIABLE, "")) or ["vi"]
+    except ValueError as error:
+        raise CommandError(f"{EDITOR_VARIABLE}: {error}: {os.environ[EDITOR_VARIABLE]}") from error
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "definition.yaml"
         path.write_text(text, encoding="utf-8")
@@ -195,6 +201,7 @@ def _edit_in_program(text: str) -> str:
             subprocess.run([*program, str(path)], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             raise CommandError(f"{program[0]}: {error}") from error
+        close_old_connections()  # the database may have been restarted since: an edit takes minutes
         return _read_text(path)
 
 

@@ -178,6 +178,19 @@ def test_a_text_of_another_name_is_refused() -> None:
     assert not ModelDefinition.objects.exists()
 
 
+def test_a_writer_of_a_deleted_definition_does_not_replace_its_successor() -> None:
+    """An editor or an import that has read revision 1; meanwhile the model was deleted and created again."""
+    row = save()
+    store.remove("m", id=row.id, now=clock.now())
+    successor = save(TEXT + "context_size: 7\n", None, expected_revision=0)
+    with pytest.raises(Conflict) as refused:
+        save(TEXT + "context_size: 9\n", expected_revision=row.revision)
+    assert refused.value.data["revision"] == successor.revision == 2
+    assert found() == 7
+    assert [revision.number for revision in store.revisions_of("m")] == [2]
+    assert store.restore("m", 2, actor="ann", origin="api", now=clock.now()).revision == 2
+
+
 def test_a_disabled_or_deleted_definition_defines_nothing() -> None:
     row = save()
     store.set_disabled("m", True, now=clock.now())

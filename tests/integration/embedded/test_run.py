@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -282,7 +283,11 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
 def test_another_worker_needs_a_running_cluster_and_a_name(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="No cluster is running on"):
         attach.worker_environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "two")
-    for name, words in (("", "NAME is required"), ("local", "belongs to"), ("a/b", "not a valid name")):
+    for name, words in (
+        ("", "NAME is required"),
+        ("local", "belongs to"),
+        *((name, "not a valid name") for name in ("a/b", ".", "..")),  # its folder is data/workers/NAME
+    ):
         with pytest.raises(SetupError, match=words):
             attach.worker_environment({"CLUSTER_DATA_DIR": str(tmp_path)}, name)
 
@@ -510,6 +515,49 @@ def test_a_request_is_printed_for_a_model_that_is_there(tmp_path: Path) -> None:
         assert (request.what, '"model":"minilm"' in request.line) == ("three vectors", True)
         assert run.example_requests(layout, run.served_models(layout)) == []
     assert run.served_models(layout) == frozenset(), "nothing listens"
+
+
+def test_of_several_admin_keys_make_run_uses_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LOCALAI_API_KEY=a,b` is two keys; with both as one, the start waited four minutes for the worker."""
+    first = "k" * 32
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.headers["Authorization"] != f"Bearer {first}":
+            return httpx.Response(401, json={"error": {}})
+        return httpx.Response(
+            200, json=[{"name": "local"}] if "nodes" in request.url.path else {"data": [{"id": "m"}]}
+        )
+
+    monkeypatch.setattr(
+        run, "_probe_client", lambda trust: httpx.Client(transport=httpx.MockTransport(answer))
+    )
+    keys = {"LOCALAI_API_KEY": f" {first}, {'l' * 32}"}
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(free_port()), **keys}, Log())
+    assert cluster._find_local_node() == {"name": "local"}
+    assert run.served_models(cluster.layout) == {"m"}
+    cluster.stop()
+
+
+def test_ctrl_c_interrupts_a_migration_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may hold its locks for hours; each Ctrl-C was without effect until it was through."""
+    spawn = processes.spawn
+
+    def spawn_waiting(argv: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        return spawn(["sleep", "1000"], **options)
+
+    said = io.StringIO()
+
+    def start(cluster: run.Cluster) -> None:
+        monkeypatch.setattr(processes, "spawn", spawn_waiting)
+        cluster._preparation = preparation.Preparation({"PATH": os.environ["PATH"]})
+        threading.Timer(0.1, cluster.ask_to_stop).start()
+        cluster._preparation.migrate()
+
+    monkeypatch.setattr(run.Cluster, "start", start)
+    run.run({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(free_port())}, Log(said), lambda cluster: None)
+    assert said.getvalue().splitlines() == ["run        | stopped"]
 
 
 def test_a_new_models_folder_has_the_examples_and_their_files(

@@ -21,6 +21,7 @@ import nats
 import psycopg
 import pytest
 import redis
+from django.core.management import CommandError, call_command
 from nats.aio.client import Client
 
 from localai_cluster.embedded import secrets as secret_files
@@ -369,6 +370,23 @@ def test_what_the_operator_gives_wins(tmp_path: Path) -> None:
     assert "LOCALAI_API_KEY_FILE" not in kept.environment()
     assert not (tmp_path / "secrets" / "admin_api_key").exists()
     assert set(kept.weak()) == {"LOCALAI_API_KEY", "LOCALAI_REGISTRATION_TOKEN"}
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--tls-ca=ca.pem", "--tls-ca needs --tls-cert and --tls-key"),
+        ("--tls-key=key.pem", "--tls-cert and --tls-key go together"),
+        ("--port=65536", "--port must be from 1 to 65535"),
+    ],
+)
+def test_a_configuration_without_the_wanted_protection_is_not_written(
+    tmp_path: Path, option: str, says: str
+) -> None:
+    """With `--tls-ca` alone the server took clients without certificates, and without encryption."""
+    with pytest.raises(CommandError, match=says):
+        call_command("nats_config", str(tmp_path / "bus"), option)
+    assert not (tmp_path / "bus").exists()
 
 
 @pytest.mark.rule("nats-9.1", "nats-9.2")

@@ -6,12 +6,15 @@ import re
 from functools import partial
 from pathlib import Path
 
+import psycopg
 import pytest
+from django.db import OperationalError, connection
 from pytest_django import Settings
 
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock
 from nodes.definitions import store
+from operations.changes.events import conninfo
 from operations.models import Operation
 from tests.support import command_line
 
@@ -114,8 +117,40 @@ def test_a_refused_edit_keeps_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert store.revisions_of("m").count() == 1
 
 
+def test_a_database_that_restarts_during_an_edit_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit takes minutes, and the connection is idle meanwhile."""
+
+    def edit(words: list[str], **options: object) -> None:
+        path = Path(words[-1])
+        path.write_text(path.read_text() + "threads: 4\n")
+        with psycopg.connect(conninfo(), autocommit=True) as other:
+            own = connection.connection.info.backend_pid
+            assert other.execute("SELECT pg_terminate_backend(%s, 30000)", [own]).fetchone() == (True,)
+
+    monkeypatch.setattr("nodes.management.commands.models.subprocess.run", edit)
+    assert run("edit", "m") == "m: revision 2\n"
+    assert "threads: 4" in run("show", "m")
+
+
+def test_an_edit_that_the_database_does_not_take_keeps_the_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OperationalError("connection failed\n\tIs it running?")
+
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("EDITOR", "sed -i s/echo/other/")
+    monkeypatch.setattr(store, "save", refuse)
+    said = refused("edit", "m")
+    (kept,) = folder.iterdir()
+    assert str(kept) in said
+    assert kept.read_text() == TEXT.replace("echo", "other")
+
+
 def test_an_editor_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for program in ("false", "no-such-editor"):
+    for program in ("false", "no-such-editor", "vi 'x"):
         monkeypatch.setenv("EDITOR", program)
         assert program in refused("edit", "m")
     assert store.revisions_of("m").count() == 1

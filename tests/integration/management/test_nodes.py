@@ -214,6 +214,8 @@ def test_drain_and_resume() -> None:
     assert refused("resume", "w1") == "w1: the node is healthy; nothing to do"
     with pytest.raises(CommandError, match="not a duration"):
         run("drain", "w1", "--deadline", "soon")
+    with pytest.raises(CommandError, match="longer than 876000h"):
+        run("join-token", "make", "--url", "http://x", "--lifetime", f"{'9' * 400}h")
 
 
 @pytest.mark.rule("R1.18")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,15 @@ def test_a_share_is_used_where_it_is(models: Path) -> None:
     assert (found["kind"], [variant["id"] for variant in found["variants"]]) == ("folder", ["Q4_0"])
     assert "CLUSTER_SHARE_ROOTS" in inspect("/etc", 400)["error"]
     assert "CLUSTER_SHARE_ROOTS" in inspect(f"{share}/../../../x", 400)["error"]
+
+
+def test_a_file_whose_name_is_not_text_is_left_out(models: Path) -> None:
+    """On a share of another system; with it the request for the whole folder failed."""
+    share = models / "share" / "team"
+    share.mkdir(parents=True)
+    (share / "m-Q4_0.gguf").write_bytes(hub.gguf())
+    (share / os.fsdecode(b"caf\xe9.gguf")).write_bytes(hub.gguf())
+    assert [variant["id"] for variant in inspect(str(share))["variants"]] == ["Q4_0"]
 
 
 def test_what_a_share_cannot_give_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

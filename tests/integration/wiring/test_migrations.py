@@ -9,11 +9,14 @@ from pathlib import Path
 import psycopg
 import pytest
 from django.core.management import call_command
+from django.db import connection
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
 from localai_cluster import __version__
+from localai_cluster.kit import clock
 from localai_cluster.management import schema_version
+from nodes.figures import store as figures
 from operations.changes.events import conninfo
 from tests.support import forking
 from tests.support.cluster import ROOT
@@ -92,6 +95,25 @@ def test_migrate_notes_its_version_and_knows_all_migrations() -> None:
     assert schema == schema_version.Schema(schema_version.own_migrations(), __version__)
     assert {app for app, _ in schema.applied} == {"accounts", "nodes", "operations"}
     schema_version.refuse_other("postgresql://nobody@127.0.0.1:1/away")
+
+
+@pytest.mark.django_db
+def test_migrate_creates_the_partitions_of_figures() -> None:
+    """A request before the first sample makes PostgreSQL log no error; `migrate` runs at each start."""
+    with connection.cursor() as cursor:
+        call_command("migrate", verbosity=0)
+        at = clock.now()
+        cursor.execute("INSERT INTO figure_samples (subject, at, numbers) VALUES ('model/', %s, '{1}')", [at])
+        cursor.execute("INSERT INTO figure_hours (subject, at, body) VALUES ('model/', %s, '')", [at])
+    for table in figures.TABLES:
+        assert len(table.starts()) == 2, "of now and of the next period"
+
+
+@pytest.mark.django_db
+def test_migrate_to_a_schema_without_figures_creates_no_partitions() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("DROP TABLE figure_samples, figure_hours, figure_days")
+    call_command("migrate", verbosity=0)
 
 
 @swept

@@ -15,6 +15,8 @@ WRONG = {
     "PORT": "abc",
     "LOG_LEVEL": "loud",
     "CLUSTER_OPERATION_LEASE": "0",
+    "CLUSTER_EVENT_RETENTION": "99999999h",  # 11,415 years ago: no task could compute with that time
+    "LOCALAI_NATS_WORKER_JWT_TTL": f"{'9' * 400}h",
     "CLUSTER_REQUEST_TIMEOUT": "0s",
     "CLUSTER_NODE_STALE_AFTER": "soon",
     "LOCALAI_MASS_SILENCE_HOLD": "-5m",
