@@ -197,6 +197,32 @@ describe("the editor", () => {
     expect([editor.getByLabelText<HTMLInputElement>("Context, tokens").value, editor.getByLabelText<HTMLInputElement>("Parallel slots").value]).toEqual(["4096", "2"]);
   });
 
+  it("checks the same changes again once they apply to another revision", async () => {
+    const editor = await edit();
+    fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
+    await editor.findByText("1 replica is replaced");
+    saved = () => {
+      stored = { ...stored, revision: 4 };
+      preview = previewOf("tiny", { diff: "--- 4\n+++ new\n@@ -3 +3 @@\n-context_size: 1024\n+context_size: 4096\n" });
+      return new Refusal(409, "the definition has revision 4");
+    };
+    fireEvent.click(editor.getByRole("button", { name: "Save" }));
+    fireEvent.click(await editor.findByRole("button", { name: /^Apply my changes to revision/ }));
+    expect(await editor.findByText("-context_size: 1024")).toBeTruthy();
+  });
+
+  it("neither seems to check an impossible value nor shows the effect of another one", async () => {
+    const editor = await edit();
+    const context = editor.getByLabelText("Context, tokens");
+    fireEvent.change(context, { target: { value: "many" } });
+    expect(editor.queryByText("Checking…")).toBeNull();
+    expect(editor.getByText("Correct the marked fields.")).toBeTruthy();
+    fireEvent.change(context, { target: { value: "4096" } });
+    await editor.findByText("1 replica is replaced");
+    fireEvent.change(context, { target: { value: "many" } });
+    expect(editor.queryByText("1 replica is replaced")).toBeNull();
+  });
+
   it("says that a file stays in force", async () => {
     stored = detail("tiny", { origin: "file", file: "tiny.yaml", shadowed: true });
     const editor = await edit();
