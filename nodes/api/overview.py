@@ -311,8 +311,9 @@ def _traffic_row(now: datetime) -> Row:
 
 def _first_steps(nodes: Sequence[_NodeColumns]) -> list[Row]:
     with connection.cursor() as cursor:
-        parts = (f"EXISTS (SELECT FROM {table.name} WHERE subject = %(subject)s)" for table in store.TABLES)
-        cursor.execute(f"SELECT {' OR '.join(parts)}", {"subject": series.ALL_MODELS_SUBJECT})
+        # Only requests that named a model: a list of the models, which every start reads, is in the sums too.
+        parts = (f"EXISTS (SELECT FROM {table.name} WHERE subject LIKE %(models)s)" for table in store.TABLES)
+        cursor.execute(f"SELECT {' OR '.join(parts)}", {"models": f"{series.MODEL_PREFIX}_%"})
         (has_requests,) = cursor.fetchone()
     done = {"add_node": len(nodes) > 1, "load_model": ModelLoadInfo.objects.exists(), "chat": has_requests}
     return [STEP_SHAPE.of(id=name, done=is_done) for name, is_done in done.items()]

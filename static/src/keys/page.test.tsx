@@ -8,6 +8,18 @@ import { KeysPage } from "./page";
 
 afterEach(cleanup);
 
+it("explains at the field that a name is too long, and sends nothing", async () => {
+  const sent = answerBy((path) => (path === "/api/models/capabilities" ? { data: [] } : { keys: [] }));
+  stage(new LiveStore(), createMemoryRouter([{ path: "*", element: <KeysPage /> }]));
+  await screen.findByText("You have no API keys.");
+  const field = screen.getByLabelText("Name of a new key");
+  fireEvent.change(field, { target: { value: "x".repeat(101) } });
+  fireEvent.submit(field);
+  expect(field.getAttribute("aria-invalid")).toBe("true");
+  expect(screen.getByText("A name can have at most 100 characters.")).toBeTruthy();
+  expect(sent.filter(([method]) => method === "POST")).toEqual([]);
+});
+
 it("shows a new key until Done, replaces it by no other, and keeps it nowhere afterwards", async () => {
   const sent = answerBy((path, _, method) => {
     if (path === "/api/models/capabilities") return { data: [] };

@@ -25,6 +25,8 @@ type ApiKey = components["schemas"]["ApiKey"];
 type Created = components["schemas"]["CreatedApiKey"];
 
 const KEY = ["keys"] as const;
+/** Longest name of a key, in characters. */
+const LONGEST_NAME = 100;
 
 export function KeysPage(): ReactNode {
   return (
@@ -78,7 +80,8 @@ function Create({ onCreated }: { onCreated: () => void }): ReactNode {
     create.forget();
     setCreated(null);
   };
-  const refusal = created !== null ? "Copy the new key and press Done first" : name.trim() === "" ? "Enter a name first" : "";
+  const problem = Array.from(name.trim()).length > LONGEST_NAME ? `A name can have at most ${LONGEST_NAME} characters.` : "";
+  const refusal = created !== null ? "Copy the new key and press Done first" : name.trim() === "" ? "Enter a name first" : problem;
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (refusal === "" && !create.busy) create.run({ name: name.trim() });
@@ -86,7 +89,7 @@ function Create({ onCreated }: { onCreated: () => void }): ReactNode {
   return (
     <form className="stack" noValidate onSubmit={submit}>
       <div className="row wrap add-name">
-        <TextField label="Name of a new key" description="What the key is for, such as a program or a machine." value={name} onChange={setName} />
+        <TextField label="Name of a new key" description="What the key is for, such as a program or a machine." value={name} problem={problem} onChange={setName} />
         <Button type="submit" kind="primary" busy={create.busy} refusal={refusal}>
           Create key
         </Button>

@@ -2,6 +2,7 @@
 import { Suspense, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
 import { useNavigate } from "react-router";
 import { useAction } from "../api/action";
+import { ApiError } from "../api/client";
 import { chatAddress } from "../chat/models";
 import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
@@ -161,6 +162,13 @@ function Clone({ row, onClose }: DialogProps): ReactNode {
     announce(`${made.name} created.`);
     void navigate(modelAddress(made.name, "definition"));
   });
+  const { error } = clone;
+  // The server refuses to save over a revision that was not read.
+  const isTaken = error instanceof ApiError && error.status === 409;
+  const change = (typed: string) => {
+    setName(typed);
+    clone.forget();
+  };
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (name.trim() !== "" && !clone.busy) clone.run(name.trim(), onClose);
@@ -168,8 +176,8 @@ function Clone({ row, onClose }: DialogProps): ReactNode {
   return (
     <Dialog open onClose={onClose} title={<>Clone <bdi>{row.name}</bdi></>} description="The copy has the same files and settings, and no replicas.">
       <form className="stack" noValidate onSubmit={submit}>
-        <TextField first label="Name of the copy" value={name} problem={name.trim() === "" ? "Enter a name." : ""} onChange={setName} />
-        <Problem error={clone.error} />
+        <TextField first label="Name of the copy" value={name} problem={name.trim() === "" ? "Enter a name." : isTaken ? "A model with this name exists." : ""} onChange={change} />
+        <Problem error={isTaken ? null : error} />
         <Buttons action="Clone" busy={clone.busy} onClose={onClose} />
       </form>
     </Dialog>

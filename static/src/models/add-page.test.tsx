@@ -103,6 +103,22 @@ it("says a refusal in the words of the source, and a problem that stands in the 
   expect(screen.getByRole("button", { name: "Add and load" }).getAttribute("aria-disabled")).toBe("true");
 });
 
+it("says a refusal of the text as a sentence, without the name of the server's field", async () => {
+  source = new Refusal(400, "text: is not a repository such as owner/name: ''");
+  paste("hf.co/");
+  expect((await screen.findByRole("alert")).textContent).toContain("This text is not a repository such as owner/name: ''");
+});
+
+it("does not call a pasted definition downloaded", async () => {
+  source = sourceOf({ kind: "definition", variants: [variant("default", { size: 0 })] });
+  paste("name: tiny\nbackend: echo\n");
+  fireEvent.click(await screen.findByRole("button", { name: /and load$/ }));
+  const progress = within(await screen.findByRole("region", { name: "Your model" }));
+  store.push({ type: "operations.delta", seq: 2, operations: [operation({ status: "completed", seq: 2 })], partial: [] });
+  await progress.findByRole("link", { name: "Chat" });
+  expect(progress.getByRole("status").textContent.trim()).toBe("Added.");
+});
+
 it("offers the candidates of a bare name", async () => {
   source = sourceOf({ kind: "search", candidates: [{ text: "hf://org/tiny", title: "org/tiny", kind: "huggingface", description: "", size: 0 }] });
   paste("tiny");

@@ -2,6 +2,7 @@
 // catalogue of the galleries.
 import { useRef, useState, type ReactNode, type RefObject } from "react";
 import { Link } from "react-router";
+import { ApiError } from "../api/client";
 import { chatAddress } from "../chat/models";
 import { useDebounced } from "../lib/debounced";
 import { useInAddress } from "../lib/in-address";
@@ -105,6 +106,12 @@ interface FoundProps {
   onStarted: (started: StartedImport) => void;
 }
 
+/** The error as a sentence about the pasted text: the server begins with the name of its field. */
+function asSentence(error: Error | null): Error | null {
+  if (!(error instanceof ApiError) || !error.message.startsWith("text: ")) return error;
+  return new ApiError(error.message.replace("text:", "This text"), error.status, error.field, error.code, error.retryAfter, error.requestId);
+}
+
 /** What the text is; it is asked once the typing rests. */
 function Found({ text, onChoose, onStarted }: FoundProps): ReactNode {
   const wanted = text.trim();
@@ -113,7 +120,7 @@ function Found({ text, onChoose, onStarted }: FoundProps): ReactNode {
   const start = useDefinitionAction(importModel, ({ jobID, model }) => onStarted({ jobID, model }));
   if (wanted === "") return null;
   if (settled !== wanted || query.isPending) return <Loading subject="the source" />;
-  if (query.data === undefined) return <Problem error={query.error} onRetry={() => void query.refetch()} />;
+  if (query.data === undefined) return <Problem error={asSentence(query.error)} onRetry={() => void query.refetch()} />;
   const add = ({ variant, name, load }: Chosen) => start.run({ text: wanted, variant, name, load });
   return (
     <>
@@ -130,7 +137,7 @@ function Import({ operation }: { operation: Operation }): ReactNode {
   if (operation.status === "cancelled") return <p>Cancelled. Downloaded data is kept for the next attempt.</p>;
   return (
     <p className="row" role="status">
-      <Icon name="done" /> Downloaded and defined.
+      <Icon name="done" /> Added.
     </p>
   );
 }

@@ -88,10 +88,11 @@ export function useRevisions(name: string, items: number = REVISIONS_STEP): UseQ
 /** An edit: the whole text, or the fields of the form that were changed. */
 export type Edit = { text: string } | { changes: Record<string, unknown> };
 
-/** What an edit would do; nothing is saved. The answer for the edit before stays until the next one is there. */
-export function usePreview(name: string, edit: Edit | null): UseQueryResult<DefinitionPreview> {
+/** What an edit would do to `revision`, the newest one; nothing is saved. The answer for the edit before stays until the
+ * next one is there. */
+export function usePreview(name: string, revision: number, edit: Edit | null): UseQueryResult<DefinitionPreview> {
   return useQuery({
-    queryKey: ["models", "preview", name, edit],
+    queryKey: ["models", "preview", name, revision, edit],
     queryFn: ({ signal }) => call(client.POST("/api/definitions/preview", { body: { ...(name === "" ? {} : { name }), ...edit }, signal })),
     enabled: edit !== null,
     placeholderData: keepPreviousData,

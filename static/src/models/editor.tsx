@@ -35,20 +35,20 @@ interface EditorProps {
 type Mode = "form" | "yaml";
 
 /** What is typed, and what the server says of it. */
-function useEdit(detail: DefinitionDetail) {
+function useEdit(detail: DefinitionDetail, newestRevision: number) {
   const [mode, setMode] = useState<Mode>(detail.form === null ? "yaml" : "form");
   const [typed, setTyped] = useState(() => typedOf(detail.form ?? NO_FORM));
   const [text, setText] = useState(detail.text);
-  const problems = problemsOf(typed);
+  const problems = mode === "form" ? problemsOf(typed) : {};
   const edit = editOf(mode, detail, typed, text);
   const settled = useDebounced(JSON.stringify(Object.keys(problems).length > 0 ? null : edit), CHECK_AFTER_MS);
-  const preview = usePreview(detail.name, JSON.parse(settled) as Edit | null);
+  const preview = usePreview(detail.name, newestRevision, JSON.parse(settled) as Edit | null);
   const isChecked = settled === JSON.stringify(edit) && !preview.isFetching && !preview.isPlaceholderData;
   return { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked, isChanged: edit !== null || Object.keys(problems).length > 0 };
 }
 
 export function Editor({ detail, newest, onRebase, onClose }: EditorProps): ReactNode {
-  const { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked, isChanged } = useEdit(detail);
+  const { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked, isChanged } = useEdit(detail, newest.revision);
   const [reason, setReason] = useState("");
   const save = useDefinitionAction((input: Save) => saveDefinition(detail.name, input), (saved) => announce(`Revision ${saved.revision} of ${saved.name} saved.`));
   const isMoved = newest.revision !== detail.revision || (save.error instanceof ApiError && save.error.status === 409);
@@ -82,7 +82,7 @@ export function Editor({ detail, newest, onRebase, onClose }: EditorProps): Reac
       )}
       {isMoved && <Moved detail={detail} newest={newest} action={mode === "form" ? "Apply my changes to revision" : "Replace revision"} onRebase={rebase} />}
       <div className="editor-effect" aria-live="polite">
-        <Outlook name={detail.name} edit={edit} preview={preview.data} mode={mode} />
+        {preview.error === null && <Outlook name={detail.name} edit={edit} problems={problems} preview={preview.data} mode={mode} />}
         <Problem error={preview.error} onRetry={() => void preview.refetch()} />
       </div>
       <TextField label="Reason" description="Shown with the revision. Optional." value={reason} onChange={setReason} />
@@ -117,7 +117,8 @@ function Modes({ mode, formRefusal, yamlRefusal, onChoose, onDiscard }: { mode: 
 }
 
 /** What saving would do, as far as that is known. */
-function Outlook({ name, edit, preview, mode }: { name: string; edit: Edit | null; preview: DefinitionPreview | undefined; mode: Mode }): ReactNode {
+function Outlook({ name, edit, problems, preview, mode }: Omit<Standing, "isMoved" | "isChecked"> & { name: string; mode: Mode }): ReactNode {
+  if (Object.keys(problems).length > 0) return <p className="muted">Correct the marked fields.</p>;
   if (edit === null) return <p className="muted">No changes yet.</p>;
   return preview === undefined ? <p className="muted">Checking…</p> : <Effect name={name} preview={preview} mode={mode} />;
 }

@@ -9,7 +9,7 @@ import { kindOf } from "./diff";
 import { changesOf, offsetOf, problemsOf, rebased, typedOf } from "./editor-form";
 import { answerBy, definition, detail, FORM, previewOf, Refusal } from "./model-fixtures";
 import { ModelPage } from "./model-page";
-import type { DefinitionDetail, DefinitionPreview, Revision } from "./shapes";
+import type { DefinitionDetail, DefinitionPreview, DefinitionRow, Revision } from "./shapes";
 
 vi.mock("../overview/charts", () => ({ Charts: ({ model: name }: { model: string }) => <p>Charts of {name}</p> }));
 
@@ -17,6 +17,7 @@ let sent: ReturnType<typeof answerBy>;
 let stored: DefinitionDetail;
 let preview: DefinitionPreview;
 let saved: () => unknown;
+let listed: DefinitionRow;
 let revisions: readonly Revision[];
 
 const REVISIONS: readonly Revision[] = [
@@ -28,14 +29,16 @@ beforeEach(() => {
   stored = detail("tiny");
   preview = previewOf("tiny");
   saved = () => ({ ...stored, revision: 4 });
+  listed = definition("tiny");
   revisions = REVISIONS;
   sent = answerBy((path, _, method) => {
-    if (path === "/api/definitions") return { definitions: [definition("tiny")], total: 1, unusable: [] };
+    if (path === "/api/definitions") return { definitions: [listed], total: 1, unusable: [] };
     if (path === "/api/figures/models") return { models: [] };
     if (path === "/api/placement/fit") return { models: [{ model: "tiny", defined: true, fitting: 0, possible: 0, says: "not on n1: 77.0 GiB missing" }] };
     if (path === "/api/definitions/preview") return preview;
     if (path === "/api/definitions/{name}/revisions") return { revisions };
     if (path === "/api/definitions/{name}") return method === "PUT" ? saved() : stored;
+    if (path.endsWith("/clone")) return new Refusal(409, "the definition of tiny is at revision 3");
     return path.endsWith("/restore") ? { ...stored, revision: 4 } : [];
   });
 });
@@ -43,7 +46,7 @@ beforeEach(() => {
 afterEach(cleanup);
 
 function open(tab = "", ...operations: Operation[]): LiveStore {
-  const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0)] }), node("n2"));
+  const store = show(new LiveStore(), node("n1", { models: listed.state === "disabled" ? [] : [model("tiny", 0)] }), node("n2"));
   store.push({ type: "operations.snapshot", seq: 1, operations });
   const routes = [{ path: "/app/models/:name/:tab?", element: <ModelPage /> }, { path: "*", element: <p>Another page</p> }];
   stage(store, createMemoryRouter(routes, { initialEntries: [`/app/models/tiny${tab}`] }));
@@ -51,6 +54,23 @@ function open(tab = "", ...operations: Operation[]): LiveStore {
 }
 
 const changes = () => sent.filter(([, path]) => path !== "/api/definitions/preview");
+
+it("does not promise that a request loads a disabled model", async () => {
+  listed = definition("tiny", { state: "disabled" });
+  open();
+  expect(await screen.findByText("Not running. Requests cannot load the model: disabled.")).toBeTruthy();
+});
+
+it("says at the name of a copy that it is taken, until another name is typed", async () => {
+  open();
+  fireEvent.keyDown(await screen.findByRole("button", { name: /^More/ }), { key: "Enter" });
+  fireEvent.click(await screen.findByRole("menuitem", { name: "Clone…" }));
+  const dialog = within(await screen.findByRole("dialog"));
+  fireEvent.click(dialog.getByRole("button", { name: "Clone" }));
+  expect(await dialog.findByText("A model with this name exists.")).toBeTruthy();
+  fireEvent.change(dialog.getByLabelText("Name of the copy"), { target: { value: "other" } });
+  await waitFor(() => expect(dialog.queryByText("A model with this name exists.")).toBeNull());
+});
 
 it("shows replicas and figures, and the ways to the parts (E65, UI-8.2)", async () => {
   open();
@@ -195,6 +215,32 @@ describe("the editor", () => {
     expect(await moved.findByText("+parallel: 2")).toBeTruthy();
     fireEvent.click(await moved.findByRole("button", { name: "Apply my changes to revision 4" }));
     expect([editor.getByLabelText<HTMLInputElement>("Context, tokens").value, editor.getByLabelText<HTMLInputElement>("Parallel slots").value]).toEqual(["4096", "2"]);
+  });
+
+  it("checks the same changes again once they apply to another revision", async () => {
+    const editor = await edit();
+    fireEvent.change(editor.getByLabelText("Context, tokens"), { target: { value: "4096" } });
+    await editor.findByText("1 replica is replaced");
+    saved = () => {
+      stored = { ...stored, revision: 4 };
+      preview = previewOf("tiny", { diff: "--- 4\n+++ new\n@@ -3 +3 @@\n-context_size: 1024\n+context_size: 4096\n" });
+      return new Refusal(409, "the definition has revision 4");
+    };
+    fireEvent.click(editor.getByRole("button", { name: "Save" }));
+    fireEvent.click(await editor.findByRole("button", { name: /^Apply my changes to revision/ }));
+    expect(await editor.findByText("-context_size: 1024")).toBeTruthy();
+  });
+
+  it("neither seems to check an impossible value nor shows the effect of another one", async () => {
+    const editor = await edit();
+    const context = editor.getByLabelText("Context, tokens");
+    fireEvent.change(context, { target: { value: "many" } });
+    expect(editor.queryByText("Checking…")).toBeNull();
+    expect(editor.getByText("Correct the marked fields.")).toBeTruthy();
+    fireEvent.change(context, { target: { value: "4096" } });
+    await editor.findByText("1 replica is replaced");
+    fireEvent.change(context, { target: { value: "many" } });
+    expect(editor.queryByText("1 replica is replaced")).toBeNull();
   });
 
   it("says that a file stays in force", async () => {

@@ -13,7 +13,7 @@ import { Why } from "./explanation";
 import { useFit } from "./fits";
 import { WhereItFits } from "./memory";
 import { rateText } from "./columns";
-import type { ModelRow, Place } from "./rows";
+import { loadRefusal, type ModelRow, type Place } from "./rows";
 import { Failure, Work } from "./work";
 
 /** A model may run on hundreds of nodes. */
@@ -56,9 +56,10 @@ export function OverviewTab({ row }: { row: ModelRow }): ReactNode {
 const FIT_EVERY_MS = 30_000;
 
 function NotRunning({ row }: { row: ModelRow }): ReactNode {
+  const refusal = loadRefusal(row);
   return (
     <>
-      <p className="muted">Not running. The first request loads the model.</p>
+      <p className="muted">Not running. {refusal === "" ? "The first request loads the model." : `Requests cannot load the model: ${refusal}.`}</p>
       {row.definition !== undefined && row.definition.state !== "unusable" && <MemoryNow model={row.name} />}
     </>
   );

@@ -2,6 +2,7 @@ import { cleanup, fireEvent, screen, within } from "@testing-library/react";
 import { createMemoryRouter } from "react-router";
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { client } from "../api/client";
+import { node, show } from "../live/fixtures";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import type { Figures, Overview } from "./data";
@@ -78,6 +79,15 @@ function greeted(live = new LiveStore()): LiveStore {
   live.push({ type: "hello", at: NOW, build: "1", version: "1", user: { name: "a", role: "admin" } });
   return live;
 }
+
+it("names workers that await approval as what needs attention, and leads to them", async () => {
+  const live = show(new LiveStore(), node("b-new", { status: "pending" }), node("a-new", { status: "pending" }), node("left", { status: "pending", rejected: { at: NOW, by: "ada", reason: "" } }), node("gpu-a"));
+  open({ attention: [] }, "/", live);
+  const line = within(await screen.findByRole("list", { name: "Needs attention" })).getByRole("listitem");
+  expect(line.textContent).toBe("2Workers await approvala-new, b-new");
+  expect(within(line).getByRole("link").getAttribute("href")).toBe("/app/nodes?state=pending");
+  expect(screen.queryByText("Nothing needs attention.")).toBeNull();
+});
 
 it("shows what needs attention, with the page on which to act", async () => {
   open();

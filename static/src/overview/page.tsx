@@ -1,8 +1,10 @@
 // The first page: first steps of a new cluster, what needs attention, the nodes at a glance, figures over time, and what runs.
-import type { ReactNode } from "react";
+import { useMemo, type ReactNode } from "react";
 import { Link } from "react-router";
-import { bytes, count } from "../lib/format";
+import { bytes, compareNames, count } from "../lib/format";
+import { useLive } from "../live/hooks";
 import { Fetched, Panel } from "../nodes/detail/panel";
+import { shownStatus } from "../nodes/shared/node-status";
 import { fillOf } from "../ui/bars";
 import { Icon } from "../ui/icons";
 import { figures, SilenceNotice } from "../operations/lines";
@@ -81,11 +83,12 @@ function Traffic({ traffic }: { traffic: Overview["traffic"] }): ReactNode {
   );
 }
 
-type Group = Overview["attention"][number];
+type Group = Pick<Overview["attention"][number], "level" | "text" | "count" | "names"> & { cause: Overview["attention"][number]["cause"] | "pending_nodes" };
 
 /** The page on which something can be done about a cause. */
 const PAGES: Readonly<Record<Group["cause"], string>> = {
   failures: "/app/activity/inbox",
+  pending_nodes: "/app/nodes?state=pending",
   silent_nodes: "/app/nodes?state=offline",
   unhealthy_nodes: "/app/nodes?state=unhealthy",
   full_disks: "/app/capacity?of=disk",
@@ -96,7 +99,20 @@ const PAGES: Readonly<Record<Group["cause"], string>> = {
   versions: "/app/nodes",
 };
 
-function Attention({ groups }: { groups: readonly Group[] }): ReactNode {
+const NAMED = 5;
+
+/** The workers that await approval; the feed has them, and this page's figures are of approved nodes only. */
+function usePending(): Group[] {
+  const nodes = useLive((state) => state.nodes);
+  return useMemo(() => {
+    const names = Array.from(nodes.values()).filter((node) => shownStatus(node) === "pending").map(({ name }) => name).sort(compareNames);
+    if (names.length === 0) return [];
+    return [{ cause: "pending_nodes", level: "warning", text: names.length === 1 ? "A worker awaits approval" : "Workers await approval", count: names.length, names: names.slice(0, NAMED) }];
+  }, [nodes]);
+}
+
+function Attention({ groups: ofServer }: { groups: Overview["attention"] }): ReactNode {
+  const groups: readonly Group[] = [...ofServer, ...usePending()];
   return (
     <Panel title="Needs attention">
       {groups.length === 0 && <p className="muted">Nothing needs attention.</p>}

@@ -104,7 +104,7 @@ it("saves a new rule, and shows the server's refusal at its field with everythin
   expect(form.getByText("This model has a rule. Saving replaces it.")).toBeTruthy();
   fireEvent.change(form.getByLabelText("Model"), { target: { value: "new" } });
   fireEvent.change(form.getByLabelText("Minimum replicas"), { target: { value: "3" } });
-  fireEvent.change(form.getByLabelText("Maximum replicas"), { target: { value: "2" } });
+  fireEvent.change(form.getByLabelText("Maximum replicas"), { target: { value: "4" } });
   fireEvent.click(form.getByRole("button", { name: "Save rule" }));
   await form.findByText("min_replicas must be <= max_replicas");
   const field = form.getByLabelText<HTMLInputElement>("Minimum replicas");

@@ -113,6 +113,18 @@ describe("what is typed (E41)", () => {
     expect(validateDraft({ ...BLANK, model: "m", min: "many", spread: true })).toEqual({});
   });
 
+  it.each([
+    [{ min: "5", max: "2" }, { min_replicas: "Enter at most the maximum, 2." }],
+    [{ min: "5", max: "0" }, {}],
+    [{ min: "5", max: "" }, {}],
+    [{ min: "5", max: "2", spread: true }, {}],
+    [{ prefix: "1.5" }, { min_prefix_match: "Enter 0 to 1, or leave it empty." }],
+    [{ relative: "0.5" }, { balance_rel_threshold: "Enter at least 1, or leave it empty." }],
+    [{ relative: "0", prefix: "1" }, {}],
+  ])("impossible values %o are explained in the words of the form", (values, problems) => {
+    expect(validateDraft({ ...BLANK, model: "m", ...values })).toEqual(problems);
+  });
+
   it("a refusal goes to its field; any other failure to none", () => {
     expect(refusedField(new ApiError("min_replicas must be …", 400, "min_replicas"))).toEqual({ field: "min_replicas", words: "min_replicas must be …" });
     expect(refusedField(new ApiError("odd", 400, "nonsense"))).toBeNull();

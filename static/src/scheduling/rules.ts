@@ -142,17 +142,31 @@ const NUMBERS = [
   ["balance_rel_threshold", "relative", false],
 ] as const;
 
+const number = (text: string) => Number(text.trim());
+
 /** Problems that the browser can detect, by field; the server checks the rest. */
 export function validateDraft(draft: Draft): FieldProblems {
   const problems: FieldProblems = {};
   if (draft.model.trim() === "") problems.model_name = "Enter a model.";
   for (const [field, name, isInteger] of NUMBERS) {
     const hidden = draft.spread && (name === "min" || name === "max");
-    const value = Number(draft[name].trim());
-    const fits = Number.isFinite(value) && value >= 0 && (!isInteger || Number.isSafeInteger(value));
-    if (!hidden && !fits) problems[field] = isInteger ? "Enter a whole number, or leave it empty." : "Enter a number, or leave it empty.";
+    const problem = numberProblem(number(draft[name]), isInteger) || limitProblem(field, draft);
+    if (!hidden && problem !== "") problems[field] = problem;
   }
   return problems;
+}
+
+function numberProblem(value: number, isInteger: boolean): string {
+  if (Number.isFinite(value) && value >= 0 && (!isInteger || Number.isSafeInteger(value))) return "";
+  return isInteger ? "Enter a whole number, or leave it empty." : "Enter a number, or leave it empty.";
+}
+
+/** The problem with a number that its meaning excludes; 0 is as good as empty. */
+function limitProblem(field: Field, draft: Draft): string {
+  const [most, relative] = [number(draft.max), number(draft.relative)];
+  if (field === "min_replicas" && most > 0 && number(draft.min) > most) return `Enter at most the maximum, ${most}.`;
+  if (field === "min_prefix_match" && number(draft.prefix) > 1) return "Enter 0 to 1, or leave it empty.";
+  return field === "balance_rel_threshold" && relative > 0 && relative < 1 ? "Enter at least 1, or leave it empty." : "";
 }
 
 /** The field that the server refused, with its words; null if it named none of ours. */
@@ -164,7 +178,6 @@ export function refusedField(error: Error | null): { field: Field; words: string
 
 /** The whole rule: what is empty is cleared, and a cleared routing field has to be named to be. */
 export function bodyOf(draft: Draft): RuleRequest {
-  const number = (text: string) => Number(text.trim());
   return {
     model_name: draft.model.trim(),
     node_selector: { ...selectorIn(draft) },

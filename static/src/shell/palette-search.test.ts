@@ -65,6 +65,13 @@ describe("the search (UW37)", () => {
     expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/operations/bad", "/app/operations/runs"]);
   });
 
+  it("names an operation as the other pages do, and finds it by the API's words too", () => {
+    const load = { jobID: "1", name: "tiny", kind: "model_load", status: "processing", nodeName: "n1", actor: "ada", message: "" } as Operation;
+    const entries = operationEntries([load, { ...load, jobID: "2", status: "waiting_for_nodes" }]);
+    expect(entries.map(({ detail }) => detail)).toEqual(["Model load · running · n1", "Model load · waiting · n1"]);
+    expect(titles(entries, "model_load processing")).toEqual(["tiny"]);
+  });
+
   it("does not shift operations under the pointer while they move", () => {
     const datedOperation = (name: string, createdAt: string, seq: number) =>
       ({ jobID: name, name, status: "processing", seq, createdAt, kind: "installation", actor: "admin", message: "" }) as Operation;

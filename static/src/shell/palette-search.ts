@@ -10,7 +10,7 @@ import type { LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 import { refusal } from "../nodes/shared/verbs";
 import type { IconName } from "../ui/icons";
-import { pageOf } from "../operations/words";
+import { labelOf, pageOf, stateOf } from "../operations/words";
 
 export const KINDS = ["Operations", "Nodes", "Models", "Backends", "Pages", "Actions"] as const;
 export type Kind = (typeof KINDS)[number];
@@ -188,8 +188,8 @@ export function operationEntries(operations: Iterable<Operation>): Entry[] {
     kind: "Operations",
     icon: "activity",
     title: operation.name,
-    detail: [operation.kind, operation.status.replaceAll("_", " "), operation.nodeName ?? ""].filter(Boolean).join(" · "),
-    words: `${operation.jobID} ${operation.actor} ${operation.message} ${operation.error ?? ""}`,
+    detail: [labelOf(operation.kind), stateOf(operation), operation.nodeName ?? ""].filter(Boolean).join(" · "),
+    words: `${operation.kind} ${operation.status} ${operation.jobID} ${operation.actor} ${operation.message} ${operation.error ?? ""}`,
     to: pageOf(operation),
   }));
 }

@@ -182,3 +182,18 @@ def test_first_steps_are_done_once_somebody_has_taken_them() -> None:
     hot.node("one")
     ModelLoadInfo.objects.create(model_name="m", backend_type="b")
     assert done() == [False, True, False]
+
+
+def test_chatting_is_done_by_a_request_to_a_model_not_by_listing_the_models() -> None:
+    def has_chatted() -> bool:
+        return {step["id"]: step["done"] for step in overview()["first_steps"]}["chat"]
+
+    now = clock.now()
+    partitions.create_missing([(store.SAMPLES_TABLE, now)])
+    insert = "INSERT INTO figure_samples VALUES (%s, %s, %s)"
+    with connection.cursor() as cursor:
+        cursor.execute(insert, ("model/", now, "{1,0,0,0,0,0}"))
+        assert not has_chatted()
+        cursor.execute(insert, ("model/m", now, "{1,0,3,3,1,9}"))
+    assert has_chatted()
+    store.SAMPLES_TABLE.drop(before=now + 2 * series.HOUR)

@@ -166,7 +166,7 @@ function DiskQuota({ node, used, override }: DiskQuotaProps): ReactNode {
         {node.disk_quota === "" ? <span className="muted">No limit</span> : <bdi>{node.disk_quota}</bdi>}
         {used !== undefined && (
           <span className="muted">
-            {" "}
+            {" · "}
             {node.disk_quota_bytes > 0 ? `${bytes(used)} of ${bytes(node.disk_quota_bytes)} used` : `${bytes(used)} used`}
           </span>
         )}

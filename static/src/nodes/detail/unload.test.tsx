@@ -74,6 +74,11 @@ it("one that its worker did not confirm says why, and may be asked for again", a
   expect(button(0).getAttribute("aria-disabled")).not.toBe("true");
 });
 
+it("a stop that is due is not put into the past", async () => {
+  await open(model("tiny", 0, { state: "unloading", cleanup_error: "cannot be killed", cleanup_next_retry_at: "2026-01-01T00:00:00Z" }));
+  expect(document.querySelector(".nd-leaving")?.textContent).toBe("May still run: cannot be killed. Stopped again now.");
+});
+
 it("what is not loaded yet is not unloaded", async () => {
   await open(model("tiny", 0, { state: "loading" }));
   expect(button(0).getAttribute("aria-disabled")).toBe("true");

@@ -129,7 +129,7 @@ export function EndingReplica({ model }: { model: LiveModel }): ReactNode {
   if (error !== "") {
     return (
       <p className="nd-leaving">
-        May still run: {error}. Stopped again <Ago at={until} />.
+        May still run: {error}. Stopped again <Ago at={until} now="now" />.
       </p>
     );
   }
