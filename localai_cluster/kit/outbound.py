@@ -375,9 +375,9 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         if not self._outbound.is_allowed(name, port):
             barred = next((number for number in numbers if not addresses.is_public(number)), None)
             if barred is not None or addresses.is_special(name):
-                meaning = "" if name == barred else f" is {barred or 'a metadata service'}, which"
+                what = name if name == barred else f"{name} is {barred or 'a metadata service'}, which"
                 raise AddressRefused(
-                    f"{name}{meaning} is not a public address;"
+                    f"{what} is not a public address;"
                     " only the mirrors, galleries and registries in the settings may have a private one"
                 )
         return numbers

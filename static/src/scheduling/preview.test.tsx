@@ -51,7 +51,7 @@ it("asks nothing of a rule that cannot be sent, and shows a refusal in place (UI
   expect(screen.queryByRole("region")).toBeNull();
   cleanup();
   answer = () => Promise.resolve({ error: { error: "min_replicas must be <= max_replicas" }, response: new Response(null, { status: 400 }) });
-  open({ model: "m", min: "3", max: "1" });
+  open({ model: "m", min: "3", max: "4" });
   expect((await screen.findByRole("alert")).textContent).toContain("min_replicas must be <= max_replicas");
   expect(requests).toHaveLength(1);
 });
