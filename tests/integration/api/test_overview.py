@@ -186,7 +186,7 @@ def test_first_steps_are_done_once_somebody_has_taken_them() -> None:
 
 def test_chatting_is_done_by_a_request_to_a_model_not_by_listing_the_models() -> None:
     def has_chatted() -> bool:
-        return {step["id"]: step["done"] for step in overview()["first_steps"]}["chat"]
+        return any(step["done"] for step in overview()["first_steps"] if step["id"] == "chat")
 
     now = clock.now()
     partitions.create_missing([(store.SAMPLES_TABLE, now)])
