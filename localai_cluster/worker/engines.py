@@ -213,7 +213,7 @@ class EngineSupervisor:
             return replace(reply, matched=False, terminated=True)
         reply = replace(reply, address=engine.address)
         if engine.stopping:
-            return replace(reply, error="is already being stopped")
+            return replace(reply, error="it is already being stopped")
         engine.stopping = True
         freed, error = (False, "") if force else await self._free_memory(engine)
         if not await self._end_process(engine):

@@ -286,10 +286,13 @@ def _definition_problems() -> Iterator[Row]:
 
 
 def _credential_problems(now: datetime) -> Iterator[Row]:
-    """Yield the problems of join tokens that expire within a day, and of overdue bus credentials."""
+    """Yield the problems of join tokens that expire within a day, and of overdue bus credentials.
+
+    A token that was valid for a day at most is no problem.
+    """
     tokens = JoinToken.objects.filter(
         expires_at__gt=now, expires_at__lt=now + DAY, revoked_at__isnull=True, uses__lt=F("max_uses")
-    )
+    ).exclude(expires_at__lte=F("created_at") + DAY)
     if names := [str(token) for token in tokens.order_by("expires_at")]:
         yield _problem_group("join_tokens", "warning", "The join token expires within a day", names)
     soon = now + timedelta(seconds=conf.cluster().nats_worker_jwt_ttl / 10)

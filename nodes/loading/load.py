@@ -32,7 +32,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstallReply
 from localai_cluster.rpc.client import BackendClient, options_from_mapping
-from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
+from localai_cluster.rpc.errors import BackendError, Busy, Cancelled, DeadlineExceeded, Lost, Refused
 from nodes.backends import admission, backend_requests, node_commands
 from nodes.commands.commands import first_result
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
@@ -238,6 +238,9 @@ class LoadModel:
                 f"loading {format_gib(attempt.payload)} took longer than {limit:.0f} s"
                 " (LOCALAI_NATS_MODEL_LOAD_TIMEOUT); the engine is stopped"
             ) from error
+        except Cancelled as error:
+            # A stopping engine cancels its calls: its worker has ended, or somebody has stopped it.
+            raise Lost("the engine was stopped while it loaded the model") from error
         except (Refused, Lost, Busy):
             raise
         except BackendError as error:

@@ -48,9 +48,15 @@ def test_what_needs_attention_is_grouped_by_cause(tmp_path: Path, monkeypatch: p
     fail("m9", "the file is missing")
     fail("old", "seen", dismissed_at=now)
     JoinToken.objects.create(
-        token_hash="t", created_by="ann", note="rack 4", expires_at=now + timedelta(hours=1)
+        token_hash="t",
+        created_by="ann",
+        note="rack 4",
+        created_at=now - timedelta(days=2),
+        expires_at=now + timedelta(hours=1),
     )
     JoinToken.objects.create(token_hash="u", created_by="ann", expires_at=now + timedelta(days=5))
+    # Made for an hour, as usual: its end is no surprise.
+    JoinToken.objects.create(token_hash="v", created_by="ann", expires_at=now + timedelta(hours=1))
     BusCredential.objects.create(public_key="U", node_id=full.pk, salt="", issued_at=now, expires_at=now)
     found = [(one["cause"], one["level"], one["count"], one["names"]) for one in overview()["attention"]]
     assert found == [

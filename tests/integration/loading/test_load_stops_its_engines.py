@@ -15,7 +15,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.messages import decode
-from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
+from localai_cluster.rpc.errors import BackendError, Cancelled, DeadlineExceeded, Lost
 from nodes.decisions import fleet_cache
 from nodes.loading import load
 from nodes.loading.load_attempts import LoadFailed
@@ -97,6 +97,18 @@ async def test_an_attempt_without_a_replica_has_its_engine_stopped(
     assert isinstance(ended, ends), ended
     assert stage.bus.stops(stage.one.id) == ["echo#0"]
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
+
+
+async def test_an_engine_that_is_stopped_while_it_loads_has_died(stage: Stage, loads: list[Any]) -> None:
+    """It refuses nothing: the killed worker's reaper ends it, and it cancels its calls."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.need_until)
+    loads.append(Cancelled("CANCELLED"))
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert "the engine was stopped while it loaded the model" in str(ended)
+    assert ended.payload["engine_deaths"] == 1
 
 
 @pytest.mark.rule("R2.64")
