@@ -108,6 +108,7 @@ async def test_an_engine_that_is_stopped_while_it_loads_has_died(stage: Stage, l
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
     assert "the engine was stopped while it loaded the model" in str(ended)
+    assert ended.payload is not None
     assert ended.payload["engine_deaths"] == 1
 
 
