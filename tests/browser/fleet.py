@@ -21,8 +21,10 @@ from tests.support.cluster import ADMIN, Cluster, Process, running_cluster
 GALLERY = "gallery/index.yaml"
 USER, PASSWORD = "admin", "a-password-for-browsers-only"
 BACKEND_BYTES = 12_000_000
+LARGE_BACKEND, LARGE_BACKEND_BYTES = "closing", 60_000_000
+"""A page is left and opened again while this one is installed, also on a busy machine."""
 SLOW_RATE = 4_000_000
-"""Bytes a second: an install takes the slow worker three seconds."""
+"""Bytes a second: an install takes the slow worker three seconds, the large one fifteen."""
 BACKENDS = (
     "rolling", "closing", "cutting", "striped", "doomed", "quick", "present", "calm", "renewed",
     "aged", "parted", "byhand", "batch",
@@ -178,7 +180,7 @@ def write_gallery(index: Path, folder: Path, other: Path) -> Path:
         (place / "run.sh").write_text("#!/bin/sh\nexit 1\n")
         (place / "run.sh").chmod(0o755)
         with (place / "lib" / "libengine.so").open("wb") as file:
-            file.truncate(BACKEND_BYTES)
+            file.truncate(LARGE_BACKEND_BYTES if name == LARGE_BACKEND else BACKEND_BYTES)
         entries.append({"name": name, "uri": str(place), "version": "1.0.0", "description": f"Runs {name}."})
     entries.append(
         {"name": "echo", "uri": str(other / "echo"), "version": "1.0.0", "description": "Answers."}
