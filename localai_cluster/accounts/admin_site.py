@@ -100,6 +100,10 @@ def _refuse_impossible_addresses(view: Callable[..., Any]) -> Callable[..., Any]
     return checked
 
 
+_PACKAGES = frozenset({"django", "localai_cluster", "nodes", "operations"})
+"""Packages whose code raises the errors of an admin page, or calls what raises them."""
+
+
 def _is_raised_by_product(error: Exception) -> bool:
     """Return True if code of this project raised the error, not Django for a value of the address."""
     packages = [
@@ -108,10 +112,6 @@ def _is_raised_by_product(error: Exception) -> bool:
     ]
     deepest = next((package for package in reversed(packages) if package in _PACKAGES), "django")
     return deepest != "django"
-
-
-_PACKAGES = frozenset({"django", "localai_cluster", "nodes", "operations"})
-"""Packages whose code raises the errors of an admin page, or calls what raises them."""
 
 
 class Site(AdminSite):

@@ -244,7 +244,7 @@ class Outbound:
             await response.aclose()
             target = _redirect_target(response)
             if _url_origin(target) != _url_origin(url):
-                # Nor back to the first host: whoever redirects there chooses the path.
+                # Nor back to the first host: the host that redirects there chooses the path.
                 authorization, was_redirected = "", True
                 headers = {name: headers[name] for name in headers if name.lower() in _REDIRECTED_HEADERS}
             url = target

@@ -228,18 +228,19 @@ class ImportModel:
     @contextlib.asynccontextmanager
     async def _turn(self, work: Work) -> AsyncIterator[None]:
         """Hold one of `AT_ONCE` turns. Raise Postpone if many other imports wait for one already."""
-        if self._turns.locked():
-            reason = f"waits for one of {AT_ONCE} other imports of this controller"
-            if self._waiting >= MAX_WAITING:
-                raise Postpone(reason, seconds=_TURN_RETRY_SECONDS, waiting=True)
-            self._waiting += 1
-            try:
+        must_wait, reason = (
+            self._turns.locked(),
+            f"waits for one of {AT_ONCE} other imports of this controller",
+        )
+        if must_wait and self._waiting >= MAX_WAITING:
+            raise Postpone(reason, seconds=_TURN_RETRY_SECONDS, waiting=True)
+        self._waiting += 1
+        try:
+            if must_wait:
                 await work.report(Tick(WAITING, reason))
-                await self._turns.acquire()
-            finally:
-                self._waiting -= 1
-        else:
             await self._turns.acquire()
+        finally:
+            self._waiting -= 1
         try:
             yield
         finally:
