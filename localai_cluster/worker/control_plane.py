@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 import httpx
 
-from localai_cluster.kit import names, untrusted
+from localai_cluster.kit import clock, names, untrusted
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import group_characters
 from localai_cluster.worker.identity import SECRET_BYTES, IdentityError, NodeIdentity
@@ -129,6 +129,8 @@ class ControlPlane:
     allow_stock: bool = field(default=False, kw_only=True)
     kind: ServerKind = field(default=ServerKind.CLUSTER, init=False)
     """The kind of server that is served; it decides which credential calls carry."""
+    registered_at: float = field(default=0.0, init=False)
+    """Time of the last accepted registration, by the monotonic clock."""
 
     async def register(self, body: Mapping[str, Any]) -> Registered:
         """Register, for the first time or again. Raise CallFailed."""
@@ -147,6 +149,7 @@ class ControlPlane:
         bus = {
             name: _text_or_empty(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")
         }
+        self.registered_at = clock.monotonic()
         return Registered(node_id, _text_or_empty(response.get("status")), kind, **bus)
 
     @property

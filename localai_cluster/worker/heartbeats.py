@@ -106,13 +106,13 @@ class HeartbeatLoop:
             await self.control_plane.heartbeat(self.node_id(), body)
         except CallFailed as error:
             HEARTBEATS.labels("refused" if 400 <= error.http_status < 500 else "failed").inc()
-            await self._handle_failure(error)
+            await self._handle_failure(error, sent_at)
         else:
             HEARTBEATS.labels("ok").inc()
             self.problem = ""
             self.exits.record_answer(exits, sent_at)
 
-    async def _handle_failure(self, error: CallFailed) -> None:
+    async def _handle_failure(self, error: CallFailed, sent_at: float) -> None:
         if error.http_status == 404:
             self.problem = "the control plane no longer knows this node"
             log.warning("%s; registering again", self.problem)
@@ -120,6 +120,8 @@ class HeartbeatLoop:
         elif error.is_credential_refused:
             await self._handle_refusal(error)
         elif error.http_status == 409:
+            if self.control_plane.registered_at > sent_at:
+                return  # this process has become the node again since
             self.problem = "another process has registered with this node's secret"
             await self.unsubscribe()
             self._log_reminder(

@@ -87,6 +87,8 @@ class Beating:
         self.error: CallFailed | None = None
         self.refusal: CallFailed | None = None
         self.beats = self.knocks = self.rejoins = 0
+        self.registered_at = 0.0
+        self.registers_meanwhile = False
         self.gave_way = False
         monkeypatch.setattr(clock, "monotonic", lambda: self.now)
         heart: Any = HeartbeatLoop
@@ -101,6 +103,8 @@ class Beating:
     async def heartbeat(self, node_id: str, body: Any) -> None:
         self.beats += 1
         self.bodies.append(dict(body))
+        if self.registers_meanwhile:
+            self.registered_at = self.now = self.now + 1
         if self.error:
             raise self.error
 
@@ -145,6 +149,13 @@ async def test_a_copied_folder_is_told_once_a_minute_and_no_one_fights(
     beating.error = None
     await beating.live(10)
     assert beating.heart.problem == ""
+
+
+async def test_a_late_conflict_does_not_end_a_newer_registration(beating: Beating) -> None:
+    """The response to a heartbeat from before the registration says nothing about this process now."""
+    beating.error, beating.registers_meanwhile = CallFailed("another process", 409), True
+    await beating.live(10)
+    assert (beating.gave_way, beating.heart.problem) == (False, "")
 
 
 @pytest.mark.parametrize("status", [401, 403])
