@@ -309,7 +309,7 @@ def _render_block(head: Head, block: Block, content: str) -> OutputBlock:
     if block.kind is BlockKind.TEXT:
         return TextContent(content)
     call = block.call
-    identity = call.id or f"toolu_{head.id[:24]}_{call.index}"
+    identity = call.id or f"toolu_{head.call_key}_{call.index}"
     return CallContent(identity, call.name, blocks.parse_arguments(content))
 
 

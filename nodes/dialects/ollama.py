@@ -331,7 +331,7 @@ def _render_end(last: TextDelta) -> dict[str, Any]:
 def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> list[OllamaCallBody]:
     return [
         OllamaCallBody(
-            piece.id or f"call_{head.id[:24]}_{piece.index}",
+            piece.id or f"call_{head.call_key}_{piece.index}",
             CallFunction(index, piece.name, blocks.parse_arguments(piece.arguments)),
         )
         for index, piece in enumerate(pieces)

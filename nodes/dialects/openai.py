@@ -205,7 +205,7 @@ def _render_message(head: Head, index: int, choice: MergedChoice) -> MessageBody
 
 def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
     """Return the id of a tool call. A stream and a complete response have equal ids."""
-    return f"call_{head.id[:24]}_{choice}_{piece.index}"
+    return f"call_{head.call_key}_{choice}_{piece.index}"
 
 
 def _default_arguments(finish: str) -> str:

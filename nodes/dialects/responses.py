@@ -277,7 +277,7 @@ def _render_item(head: Head, block: Block, status: str) -> Json:
         "id": identity,
         "type": "function_call",
         "status": status,
-        "call_id": call.id or f"call_{head.id[:24]}_{call.index}",
+        "call_id": call.id or f"call_{head.call_key}_{call.index}",
         "name": call.name,
         "arguments": block.content,
     }

@@ -258,7 +258,7 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
     store = CallerStore.of(request)
     loaded = await store.load(fields) if store else StoredContext()
     generation = responses.parse_request(fields, loaded.earlier)
-    identity, store_response = request.request_id, None
+    store_response = None
     if store and generation.echo["store"]:
         record = ResponseRecord(
             store, _input_items(fields, loaded.earlier), loaded.used_ids, dict(generation.echo)
@@ -267,10 +267,9 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
             msgspec.structs.replace(generation, echo=record.echo),
             record.store_response,
         )
-        # A client may choose the id of its request, but not that of a stored response.
-        identity = uuid.uuid4().hex
     del fields, loaded
-    head = Head(identity, int(clock.now().timestamp()), generation)
+    # A client may choose the id of its request, but not those of a response and its items.
+    head = Head(uuid.uuid4().hex, int(clock.now().timestamp()), generation)
     return await streams.respond(request, responses.DIALECT, head, store_response)
 
 

@@ -6,6 +6,7 @@ engine calls and their replies to deltas; a `Pipe` queues deltas for a slow clie
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -195,11 +196,16 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Metadata of a response: its id, creation time and request."""
+    """Metadata of a response: its id, creation time and request.
+
+    `call_key` are 24 random hexadecimal digits for the ids of tool calls. A client may choose `id`, and may
+    send the same one with every request of a conversation.
+    """
 
     id: str
     created: int
     generation: Generation
+    call_key: str = field(default_factory=lambda: os.urandom(12).hex())
 
 
 class Events(Protocol):

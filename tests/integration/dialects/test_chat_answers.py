@@ -113,6 +113,25 @@ def test_tools_whole_and_streamed() -> None:
     assert parts[0]["id"].startswith("call_")
     assert parts[0]["type"] == "function"
     assert "id" not in parts[1]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, ASK), ("/v1/responses", {"model": "m", "input": "hi"})])
+def test_calls_of_requests_with_the_same_id_have_different_ids(path: str, body: dict[str, Any]) -> None:
+    """A client matches results to calls by these ids, also if it sends one X-Correlation-ID all day."""
+
+    async def twice(client: hot.Client, _: Any) -> list[str]:
+        headers = {"X-Correlation-ID": "session-1"}
+        answers = [await reply(client.post(path, body, headers=headers)) for _ in range(2)]
+        return [_called(answer.body) for answer in answers]
+
+    first, second = play(twice, Scripted(call(0, "weather", "{}")))
+    assert first and second and first != second
+
+
+def _called(body: Any) -> str:
+    if "choices" in body:
+        return str(body["choices"][0]["message"]["tool_calls"][0]["id"])
+    return str(next(item["call_id"] for item in body["output"] if item["type"] == "function_call"))
     assert "".join(part["function"]["arguments"] for part in parts) == '{"city": "Rome"}'
 
 

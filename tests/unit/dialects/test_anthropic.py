@@ -269,7 +269,7 @@ def test_why_it_ended_and_what_it_took(finish: str, reason: str) -> None:
     assert (whole["stop_reason"], whole["stop_sequence"], whole["id"]) == (reason, None, f"msg_{HEAD.id}")
     assert whole["usage"] == {"input_tokens": 4, "output_tokens": 2, "cache_read_input_tokens": 3}
     (block,) = whole["content"]
-    assert block == {"type": "tool_use", "id": f"toolu_{HEAD.id[:24]}_0", "name": "f", "input": {"a": 1}}
+    assert block == {"type": "tool_use", "id": f"toolu_{HEAD.call_key}_0", "name": "f", "input": {"a": 1}}
     silent = json.loads(DIALECT.render_response(HEAD, [TextDelta(0, finish=finish, usage=Usage(7, 2))]))
     assert silent["usage"] == {"input_tokens": 7, "output_tokens": 2}
 
