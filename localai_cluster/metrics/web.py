@@ -223,11 +223,13 @@ def inference_ended(model: str, status: int | str, took: float) -> None:
     """Count an inference request that took `took` seconds."""
     requests, durations = _samples_of_model(model, status)
     requests.inc()
-    counts = _model_counts[model]
-    counts.requests += 1
-    counts.errors += isinstance(status, int) and status >= 500
     if status == 200:
         durations.observe(took)
+    is_error = isinstance(status, int) and status >= 500
+    if model or is_error:  # a client that lists the models every second is no load
+        counts = _model_counts[model]
+        counts.requests += 1
+        counts.errors += is_error
 
 
 def first_token(model: str, took: float) -> None:

@@ -175,6 +175,8 @@ def test_a_report_of_a_web_process_is_lost_and_not_repeated() -> None:
             finally:
                 await hot.in_thread(rename, "away", "figure_samples")
             metrics.inference_ended("m", 200, 0.1)
+            metrics.inference_ended("", 200, 0.1)
+            metrics.inference_ended("", 503, 0.1)
             metrics.first_token("m", 0.25)
             metrics.tokens_used("m", 5, 7, 1)
             await picker.report_counts()
@@ -186,6 +188,8 @@ def test_a_report_of_a_web_process_is_lost_and_not_repeated() -> None:
         "requests": [1], "errors": [0], "prompt_tokens": [5], "completion_tokens": [7], "first_tokens": [1],
         "first_token_ms": [250],
     }  # fmt: skip
+    sums = store.read([series.ALL_MODELS_SUBJECT], Span(start, HOUR, 1))[series.ALL_MODELS_SUBJECT]
+    assert (sums["requests"], sums["errors"]) == ([2], [1]), "a list of models is no request to a model"
 
 
 def read_requests(start: datetime) -> int:
