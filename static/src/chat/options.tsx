@@ -23,7 +23,7 @@ export function ModelField({ model, definitions, loaded, loading, onChange }: Mo
   const replicas = loaded?.get(model) ?? 0;
   const warnings = chosen?.warnings ?? [];
   const options = offered.map(({ id: name }): Option => [name, loaded === null ? name : `${name} (${stateWords(loaded.get(name) ?? 0)})`]);
-  if (chosen === undefined) options.unshift([model, model === "" ? "Choose a model" : `${model} (not defined)`]);
+  if (chosen === undefined) options.unshift([model, model === "" ? "Choose a model" : `${model} (not available)`]);
   return (
     <div className="field chat-model">
       <div className="row wrap">

@@ -71,7 +71,7 @@ describe("the models to talk to (UI-10.1)", () => {
 
   it("promises no load for one that is not defined", async () => {
     open("/app/chat?model=gone");
-    expect((await screen.findByRole("combobox", { name: "Model" })).textContent).toContain("gone (not defined)");
+    expect((await screen.findByRole("combobox", { name: "Model" })).textContent).toContain("gone (not available)");
     expect(screen.queryByText("The first message loads this model.")).toBeNull();
     expect(screen.queryByText("not loaded")).toBeNull();
   });
