@@ -24,9 +24,10 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import ARCHIVE_SUFFIXES, archive_stem
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, NotFound
+from localai_cluster.kit.outbound import SourceMissing
 from localai_cluster.messaging.messages import Gallery, encode
 from localai_cluster.registries import references
-from localai_cluster.registries.access import Access, ImageMissing
+from localai_cluster.registries.access import Access
 from localai_cluster.registries.client import Registries
 from localai_cluster.worker.archives import unpack
 from localai_cluster.worker.backend_store import (
@@ -235,7 +236,7 @@ class Installer:
                 reasons.append(error.message if isinstance(error, ClusterError) else str(error))
                 if isinstance(error, DiskFull):  # the next source would fill the disk as well
                     break
-                if isinstance(error, ImageMissing) and uri == build.uri:
+                if isinstance(error, SourceMissing) and uri == build.uri:
                     uris += references.fallback_images(uri)
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
