@@ -258,9 +258,8 @@ class Worker:
 
     async def _register_once(self) -> None:
         async with self._registering:
-            await self._use_registration(
-                await registration.register_once(self._control_plane, self._registration_body)
-            )
+            body = await self._registration_body()
+            await self._use_registration(await self._control_plane.register(body))
 
     async def _use_registration(self, registered: Registered) -> None:
         """Use the node id and credentials of a registration, and subscribe to the node's commands.

@@ -98,7 +98,7 @@ async def register(
     delays = retry_pauses()
     while True:
         try:
-            return await register_once(control_plane, body)
+            return await control_plane.register(await body())
         except DowngradeRefused as error:
             log.error("%s", error)
             await sleep(error.wait)
@@ -111,13 +111,6 @@ async def register(
             pause = max(pause, error.wait)
             log.warning("registration failed: %s; retrying in %g s%s", error, pause, hint(error))
             await sleep(pause)
-
-
-async def register_once(
-    control_plane: ControlPlane, body: Callable[[], Awaitable[dict[str, Any]]]
-) -> Registered:
-    """Register without retries. Raise CallFailed."""
-    return await control_plane.register(await body())
 
 
 _HINT_BY_STATUS = {
