@@ -154,7 +154,8 @@ class SourceFinder:
                 file = _hub_file(repository, "hf", variant.files[0])
                 header = await probing.gguf_header(self.opener, file)
                 return header, probing.trained_context(header), ""
-            content = await self.hub.small_file(repository, "config.json", MAX_CONFIG_BYTES)
+            address = self.opener.web_address(f"hf://{repository.id}@{repository.commit}/config.json")
+            content = await self.outbound.read(address, MAX_CONFIG_BYTES)
             header, config = probing.config_header(content)
             return header, probing.trained_context(header, config), ""
         except SourceError as error:
