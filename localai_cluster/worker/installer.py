@@ -160,8 +160,6 @@ class Installer:
         self._capability = capability
         self._galleries = Galleries(client, served, roots, github_url, copies)
         self._throttle = throttle
-        self._halts: set[Halt] = set()
-        self._closed = False
         self._downloads = Downloads(client, served, self._throttle)
         self._images = Images(Registries(client, access or Access()), self._downloads, store.backends)
         self._github_url = github_url
@@ -176,15 +174,6 @@ class Installer:
         place, the install succeeds. Raise InstallFailed and other ClusterErrors.
         """
         context = _InstallContext(report, halt or Halt())
-        self._halts.add(context.halt)
-        try:
-            if self._closed:
-                context.halt.set()
-            return await self._install(source, context)
-        finally:
-            self._halts.discard(context.halt)
-
-    async def _install(self, source: InstallSource, context: _InstallContext) -> str:
         context.report(Tick("resolving"))
         uri = source.uri
         if uri and (uri.startswith("/") or ":" in uri or references.parse(uri)):
@@ -209,10 +198,7 @@ class Installer:
         return folder
 
     def close(self) -> None:
-        """End all running installs with WorkCancelled."""
-        self._closed = True
-        for halt in self._halts:
-            halt.set()
+        """Begin no more copies. The caller has set the halts of the running installs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _install_build(self, build: gallery_index.GalleryEntry, context: _InstallContext) -> str:

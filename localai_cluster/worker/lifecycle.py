@@ -230,7 +230,7 @@ class Worker:
 
     async def _shut_down(self) -> None:
         log.info("shutting down")
-        self._commands.refuse_new()
+        self._install_commands.refuse_new()
         if self._node_id:
             await drain_and_deregister(self._control_plane, self._node_id, self._hurry)
         await self._install_commands.close()
