@@ -192,10 +192,19 @@ class Installer:
         why = gallery_index.install_reason(chosen_from, self._capability)
         log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
         folder = await self._install_build(choice.build, context)
-        if choice.meta is not None:
-            await self._run_in_thread(context.halt, self._write_meta_backend, choice.meta, folder)
-            return folder_name(choice.meta.name)
-        return folder
+        if choice.meta is None:
+            return folder
+        entry = folder_name(choice.meta.name)
+        metadata = Metadata(
+            name=choice.meta.name,
+            meta_backend_for=folder,
+            gallery_url=choice.meta.gallery.url,
+            installed_at=_now_text(),
+            version=choice.meta.version,
+        )
+        # Not `context.halt`: the files are in place, so the install succeeds.
+        await self._run_in_thread(context.halt, self._fill_and_swap, Path.mkdir, entry, metadata, Halt())
+        return entry
 
     def close(self) -> None:
         """Begin no more copies. The caller has set the halts of the running installs."""
@@ -238,7 +247,7 @@ class Installer:
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:
-            metadata = replace(metadata, installed_at=clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"))
+            metadata = replace(metadata, installed_at=_now_text())
             path = gallery_index.local_path(source.location)
             if references.parse(source.location) is None and path is not None:
                 fill, digest = await in_thread(self._local_source, source, folder, context)
@@ -349,7 +358,7 @@ class Installer:
             with translate_disk_full(target.parent):
                 fill(staged)
             start = staged / START_FILE
-            if start.is_symlink() or not start.is_file():
+            if not metadata.meta_backend_for and (start.is_symlink() or not start.is_file()):
                 raise InstallFailed(f'the source of "{folder}" contains no {START_FILE} at its top')
             (staged / METADATA_FILE).unlink(missing_ok=True)
             (staged / METADATA_FILE).write_bytes(encode(replace(metadata, size=_folder_size(staged))))
@@ -366,24 +375,9 @@ class Installer:
             except OSError as error:
                 log.warning("cannot remove %s: %s", staged, error)
 
-    def _write_meta_backend(self, meta: gallery_index.GalleryEntry, concrete: str) -> None:
-        folder = folder_name(meta.name)
-        target = self._store.backends / folder
-        staged = target.with_name(folder + STAGED_SUFFIX)
-        metadata = Metadata(
-            name=meta.name,
-            meta_backend_for=concrete,
-            gallery_url=meta.gallery.url,
-            installed_at=clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"),
-            version=meta.version,
-        )
-        try:
-            discard(staged)
-            staged.mkdir()
-            (staged / METADATA_FILE).write_bytes(encode(metadata))
-            replace_folder(staged, target)
-        except OSError as error:
-            raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
+
+def _now_text() -> str:
+    return clock.now().strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _folder_size(folder: Path) -> int:
