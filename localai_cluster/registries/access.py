@@ -18,27 +18,13 @@ import msgspec
 
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.env import RegistrySetting
-from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit.outbound import SourceError
 from localai_cluster.registries.references import DOCKER_HUB
 
 _MAX_CONFIG_BYTES = 1024 * 1024
 _DOCKER_HUB_KEYS = ("index.docker.io", "registry-1.docker.io", DOCKER_HUB)
 _DOCKER_HUB_TOKEN_URL = "https://auth.docker.io/token"
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-
-
-class RegistryError(ClusterError):
-    """A registry refused a request, or its response cannot be used."""
-
-    code = "registry_failed"
-
-    def __init__(self, message: str, *, can_retry: bool = False) -> None:
-        super().__init__(message)
-        self.permanent = not can_retry
-
-
-class ImageMissing(RegistryError):
-    """The registry has no image with this name and version."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ class Access:
         return realm in named or (parts.scheme == "https" and parts.netloc.lower() == own)
 
     def credential(self, host: str) -> Credential | None:
-        """Return the credential for a registry, None if there is none. Raise RegistryError. Blocks."""
+        """Return the credential for a registry, None if there is none. Raise SourceError. Blocks."""
         setting = self._settings.get(host)
         if setting and setting.username:
             return Credential(setting.username, setting.password)
@@ -102,7 +88,7 @@ class Access:
         helpers = {_host_of(name) for name in _mapping_or_empty(config.get("credHelpers"))}
         entry = next((_mapping_or_empty(auths[name]) for name in auths if _host_of(name) in names), None)
         if helpers & set(names) or (entry is not None and not entry and config.get("credsStore")):
-            raise RegistryError(
+            raise SourceError(
                 f"{self._config} names a credential helper for {host}, and helpers are not run. Put the"
                 " credential into LOCALAI_REGISTRIES, or into auths of that file."
             )
@@ -116,13 +102,13 @@ class Access:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            raise RegistryError(f"cannot read {self._config}: {error.strerror}") from error
+            raise SourceError(f"cannot read {self._config}: {error.strerror}") from error
         try:
             if len(text) > _MAX_CONFIG_BYTES or untrusted.json_problem(text):
                 raise ValueError
             return _mapping_or_empty(msgspec.json.decode(text))
         except ValueError:
-            raise RegistryError(f"{self._config} is not JSON as Docker writes it") from None
+            raise SourceError(f"{self._config} is not JSON as Docker writes it") from None
 
 
 def _credential_of(entry: Mapping[str, Any], host: str, config: str) -> Credential:
@@ -131,10 +117,10 @@ def _credential_of(entry: Mapping[str, Any], host: str, config: str) -> Credenti
         try:
             username, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
         except (binascii.Error, ValueError):
-            raise RegistryError(f"{config}: the auth of {host} is not base64") from None
+            raise SourceError(f"{config}: the auth of {host} is not base64") from None
     if isinstance(username, str) and username and isinstance(password, str):
         return Credential(username, password)
-    raise RegistryError(f"{config} has no user name and password for {host}: only these are supported")
+    raise SourceError(f"{config} has no user name and password for {host}: only these are supported")
 
 
 def _mapping_or_empty(value: Any) -> Mapping[str, Any]:

@@ -19,7 +19,8 @@ import httpx
 import msgspec
 
 from localai_cluster.kit import clock, untrusted
-from localai_cluster.registries.access import Access, ImageMissing, RegistryError
+from localai_cluster.kit.outbound import SourceBusy, SourceError, SourceMissing, SourceRefused
+from localai_cluster.registries.access import Access
 from localai_cluster.registries.references import ImageReference
 
 HEADERS_TIMEOUT = 120.0
@@ -106,7 +107,7 @@ class Registries:
         self._tokens: dict[tuple[str, str], _CachedToken] = {}
 
     async def image(self, reference: ImageReference, wanted: _Platform | None = None) -> Image:
-        """Return the image for `wanted`, by default this machine's platform. Raise RegistryError."""
+        """Return the image for `wanted`, by default this machine's platform. Raise SourceError."""
         wanted = wanted or this_platform()
         digest, manifest = await self._read_manifest(reference, reference.version)
         if manifest.manifests is not None:
@@ -115,26 +116,26 @@ class Registries:
         return self._validate_image(reference, digest, manifest)
 
     async def artifact(self, reference: ImageReference) -> Image:
-        """Return an artifact without a platform, such as a model. Raise RegistryError."""
+        """Return an artifact without a platform, such as a model. Raise SourceError."""
         digest, manifest = await self._read_manifest(reference, reference.version)
         if manifest.manifests is not None:
-            raise RegistryError(f"{reference} is an image for several platforms, not a model")
+            raise SourceError(f"{reference} is an image for several platforms, not a model")
         return self._validate_image(reference, digest, manifest)
 
     def _validate_image(self, reference: ImageReference, digest: str, manifest: _Manifest) -> Image:
         if not manifest.layers:
-            raise RegistryError(f"{reference} is not an image: its manifest has no layers")
+            raise SourceError(f"{reference} is not an image: its manifest has no layers")
         if len(manifest.layers) > MAX_LAYERS:
-            raise RegistryError(f"{reference} has more than {MAX_LAYERS} layers")
+            raise SourceError(f"{reference} has more than {MAX_LAYERS} layers")
         for layer in manifest.layers:
             if not _DIGEST_PATTERN.fullmatch(layer.digest) or not 0 <= layer.size <= MAX_LAYER_BYTES:
-                raise RegistryError(f"{reference} has a layer without a sha256 digest or a possible size")
+                raise SourceError(f"{reference} has a layer without a sha256 digest or a possible size")
         return Image(digest, tuple(manifest.layers))
 
     async def digests(self, reference: ImageReference) -> tuple[str, ...]:
         """Return the digest of an image, followed by the digests of its builds for single platforms.
 
-        Raise RegistryError.
+        Raise SourceError.
         """
         digest, manifest = await self._read_manifest(reference, reference.version)
         builds = [
@@ -148,7 +149,7 @@ class Registries:
         """Open the response with a layer: status 200, 206 or 416. The caller closes it.
 
         Every call sends a request to the registry, so an expired signed address is replaced. Raise
-        RegistryError.
+        SourceError.
         """
         return await self._open_resource(reference, f"blobs/{digest}", headers)
 
@@ -161,13 +162,13 @@ class Registries:
         body = await _read_body(response, MAX_MANIFEST_BYTES, str(reference))
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
         if version.startswith("sha256:") and not hmac.compare_digest(digest, version):
-            raise RegistryError(f"{reference}: the registry sent another manifest than {version}")
+            raise SourceError(f"{reference}: the registry sent another manifest than {version}")
         if problem := untrusted.json_problem(body):
-            raise RegistryError(f"{reference}: its manifest is {problem}")
+            raise SourceError(f"{reference}: its manifest is {problem}")
         try:
             return digest, msgspec.json.decode(body, type=_Manifest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RegistryError(f"{reference}: its manifest cannot be read: {error}") from None
+            raise SourceError(f"{reference}: its manifest cannot be read: {error}") from None
 
     async def _open_resource(
         self, reference: ImageReference, resource: str, headers: Mapping[str, str]
@@ -200,43 +201,43 @@ class Registries:
             async with asyncio.timeout(HEADERS_TIMEOUT):
                 return await self._client.send(request, stream=True, follow_redirects=False)
         except TimeoutError as error:
-            raise RegistryError("no answer in time", can_retry=True) from error
+            raise SourceBusy("no answer in time") from error
         except httpx.HTTPError as error:
             host = urlsplit(url).netloc.rpartition("@")[2]
             reason = str(error) or type(error).__name__
-            raise RegistryError(f"cannot reach {host}: {reason}", can_retry=True) from error
+            raise SourceBusy(f"cannot reach {host}: {reason}") from error
         except (httpx.InvalidURL, ValueError) as error:
-            raise RegistryError("the registry redirects to a malformed address") from error
+            raise SourceError("the registry redirects to a malformed address") from error
 
     def _cached_authorization(self, reference: ImageReference) -> str:
         token = self._tokens.get((reference.host, reference.path))
         return f"Bearer {token.text}" if token and token.good_until > clock.monotonic() else ""
 
     async def _answer_challenge(self, reference: ImageReference, challenge: str) -> str:
-        """Return the value of `Authorization` for a challenge. Raise RegistryError."""
+        """Return the value of `Authorization` for a challenge. Raise SourceError."""
         self._tokens.pop((reference.host, reference.path), None)
         credential = await asyncio.to_thread(self._access.credential, reference.host)
         kind, parameters = _parse_challenge(challenge)
         if kind == "basic" and credential is not None:
             return credential.header
         if kind != "bearer" or not parameters.get("realm"):
-            raise RegistryError(f"{reference} needs a credential: add {reference.host} to LOCALAI_REGISTRIES")
+            raise SourceRefused(f"{reference} needs a credential: add {reference.host} to LOCALAI_REGISTRIES")
         realm = parameters["realm"]
         own = self._access.base_url(reference.host)
         if credential is not None and not self._access.may_authenticate_at(reference.host, realm):
-            raise RegistryError(
+            raise SourceError(
                 f"{reference.host} asks for its credential at {_origin(realm)}, which is another host or not"
                 " HTTPS. If that is right, name it as its realm in LOCALAI_REGISTRIES."
             )
         if not realm.startswith(("https://", f"{own}/")):
-            raise RegistryError(
+            raise SourceError(
                 f"{reference.host} names the token service {_origin(realm)}, which is not HTTPS"
             )
         token = await self._get_token(reference, parameters, credential.header if credential else "")
         lifetime = min(max(token.expires_in, 0.0), _MAX_TOKEN_SECONDS)
         text = token.token or token.access_token
         if not text or not text.isascii() or not text.isprintable():
-            raise RegistryError(f"the token service of {reference.host} gave no token")
+            raise SourceError(f"the token service of {reference.host} gave no token")
         self._tokens[reference.host, reference.path] = _CachedToken(text, clock.monotonic() + lifetime)
         return f"Bearer {text}"
 
@@ -249,34 +250,34 @@ class Registries:
         try:
             url = str(httpx.URL(parameters["realm"]).copy_merge_params(query))
         except (httpx.InvalidURL, ValueError):
-            raise RegistryError(f"{reference.host} names a malformed token service") from None
+            raise SourceError(f"{reference.host} names a malformed token service") from None
         response = await self._send_request(url, {}, authorization)
         if response.status_code != 200:
             await response.aclose()
             reason = f"the token service of {reference.host} answers with HTTP status {response.status_code}"
             if response.status_code in (401, 403):
                 reason += ": the credential is wrong, or may not read this image"
-            raise RegistryError(reason, can_retry=_is_temporary(response.status_code))
+            raise _status_error(reason, response.status_code)
         body = await _read_body(response, MAX_TOKEN_BYTES, f"token for {reference}")
         if problem := untrusted.json_problem(body):
-            raise RegistryError(f"the reply of the token service of {reference.host} is {problem}")
+            raise SourceError(f"the reply of the token service of {reference.host} is {problem}")
         try:
             return msgspec.json.decode(body, type=_Token)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise RegistryError(f"the token service of {reference.host} sent no token") from None
+            raise SourceError(f"the token service of {reference.host} sent no token") from None
 
 
 def _choose_build(builds: list[Descriptor], wanted: _Platform, reference: ImageReference) -> str:
     """Return the digest of the build for a platform.
 
-    Raise RegistryError, which names the available platforms.
+    Raise SourceError, which names the available platforms.
     """
     for build in builds:
         if build.platform == wanted and _DIGEST_PATTERN.fullmatch(build.digest):
             return build.digest
     known = sorted({str(build.platform) for build in builds if build.platform and build.platform.os})
     offered = ", ".join(name for name in known if name != "unknown/unknown")[:200]
-    raise RegistryError(f"{reference} has no build for {wanted}, only for {offered or 'no platform'}")
+    raise SourceError(f"{reference} has no build for {wanted}, only for {offered or 'no platform'}")
 
 
 def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
@@ -290,32 +291,33 @@ def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _redirect_target(response: httpx.Response, reference: ImageReference) -> str:
-    """Return the target of a redirect. Raise RegistryError if it goes from HTTPS to plain HTTP."""
+    """Return the target of a redirect. Raise SourceError if it goes from HTTPS to plain HTTP."""
     try:
         target = response.request.url.join(response.headers.get("location", ""))
     except (httpx.InvalidURL, ValueError):
-        raise RegistryError(f"{reference.host} redirects to a malformed address") from None
+        raise SourceError(f"{reference.host} redirects to a malformed address") from None
     if target.scheme != "https" and target.scheme != response.request.url.scheme:
-        raise RegistryError(f"{reference.host} redirects from HTTPS to {target.scheme or 'nowhere'}")
+        raise SourceError(f"{reference.host} redirects from HTTPS to {target.scheme or 'nowhere'}")
     return str(target)
 
 
-def _refusal_error(reference: ImageReference, status: int, *, was_redirected: bool) -> RegistryError:
+def _refusal_error(reference: ImageReference, status: int, *, was_redirected: bool) -> SourceError:
     if was_redirected:
         # A signed address is valid for minutes; the next attempt gets another one.
-        return RegistryError(f"{reference}: its storage answers with HTTP status {status}", can_retry=True)
+        return SourceBusy(f"{reference}: its storage answers with HTTP status {status}")
     if status in (401, 403):
-        return RegistryError(
+        return SourceRefused(
             f"{reference.host} refuses access to {reference.path}: HTTP status {status}. Is the credential in"
             " LOCALAI_REGISTRIES right?"
         )
     if status == 404:
-        return ImageMissing(f"{reference.host} has no {reference.path} with {reference.version}")
-    return RegistryError(f"{reference}: HTTP status {status}", can_retry=_is_temporary(status))
+        return SourceMissing(f"{reference.host} has no {reference.path} with {reference.version}")
+    return _status_error(f"{reference}: HTTP status {status}", status)
 
 
-def _is_temporary(status: int) -> bool:
-    return status in (408, 429) or status >= 500
+def _status_error(message: str, status: int) -> SourceError:
+    is_temporary = status in (408, 429) or status >= 500
+    return (SourceBusy if is_temporary else SourceError)(message)
 
 
 def _origin(url: str) -> str:
@@ -328,16 +330,16 @@ def _origin(url: str) -> str:
 
 
 async def _read_body(response: httpx.Response, limit: int, what: str) -> bytes:
-    """Return a response's body of at most `limit` bytes and close the response. Raise RegistryError."""
+    """Return a response's body of at most `limit` bytes and close the response. Raise SourceError."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
             body = await untrusted.read_at_most(response.aiter_raw(), limit)
     except TimeoutError as error:
-        raise RegistryError(f"{what}: no answer in time", can_retry=True) from error
+        raise SourceBusy(f"{what}: no answer in time") from error
     except httpx.HTTPError as error:
-        raise RegistryError(f"{what}: connection lost", can_retry=True) from error
+        raise SourceBusy(f"{what}: connection lost") from error
     finally:
         await response.aclose()
     if len(body) > limit:
-        raise RegistryError(f"{what}: the reply is longer than {limit} bytes")
+        raise SourceError(f"{what}: the reply is longer than {limit} bytes")
     return body

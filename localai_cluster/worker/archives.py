@@ -53,7 +53,6 @@ _MAX_ZSTD_WINDOW_BYTES = 128 * 1024 * 1024
 _TARFILE_DATA_FILTER = getattr(tarfile, "data_filter", None)
 """`tarfile.data_filter`, which exists since Python 3.11.4; our own rules suffice without it."""
 WHITEOUT_PREFIX, OPAQUE_WHITEOUT_NAME = ".wh.", ".wh..wh..opq"
-_NO_KERNEL_COPY_ERRNOS = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 _NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
 
 
@@ -130,11 +129,6 @@ class _ForwardReader:
             yield
         finally:
             self._header_bytes = None
-
-    @property
-    def descriptor(self) -> int | None:
-        """File descriptor of a plain file, from which the kernel can copy."""
-        return None if self._size is None else self._file.fileno()
 
     def tell(self) -> int:
         return self._position
@@ -450,14 +444,14 @@ class _TreeWriter:
         reader = tar.extractfile(entry) if entry.isreg() else None
         if reader is None:
             raise BadSource("the archive has changed while it was unpacked")
-        remaining, descriptor = file.size, cast(_ForwardReader, tar.fileobj).descriptor
-        with reader, open(self._target / path, "xb", buffering=0) as writer:
-            copy = _EntryCopier(reader, writer, descriptor, entry.offset_data)
-            while remaining and (size := copy.copy(min(self._throttle.piece_bytes, remaining))):
-                remaining -= size
-                self._done += size
+        remaining = file.size
+        with reader, open(self._target / path, "xb") as writer:
+            while remaining and (piece := reader.read(min(self._throttle.piece_bytes, remaining))):
+                writer.write(piece)
+                remaining -= len(piece)
+                self._done += len(piece)
                 self._on_bytes(self._done, self._files.total, path)
-                if self._stopped.wait(self._throttle.pause(size)):
+                if self._stopped.wait(self._throttle.pause(len(piece))):
                     raise WorkCancelled(SHUTDOWN_MESSAGE)
             if remaining:
                 raise BadSource("the archive is damaged: it ends inside of a file")
@@ -480,31 +474,6 @@ class _TreeWriter:
                 raise BadSource(f"{path!r} in the archive is a link that leaves it")
         for path, destination in self._files.system_links:
             os.symlink(destination, self._target / path)
-
-
-class _EntryCopier:
-    """Copies the bytes of one entry: in the kernel if possible, which needs a plain file."""
-
-    def __init__(self, reader: IO[bytes], writer: IO[bytes], descriptor: int | None, offset: int) -> None:
-        self._reader, self._writer = reader, writer
-        self._descriptor, self._offset = descriptor, offset
-
-    def copy(self, size: int) -> int:
-        """Copy at most `size` bytes; return the number of copied bytes, 0 at the end of the layer."""
-        if self._descriptor is not None:
-            try:
-                copied = os.copy_file_range(self._descriptor, self._writer.fileno(), size, self._offset)
-                self._offset += copied
-                return copied
-            except OSError as error:
-                if error.errno not in _NO_KERNEL_COPY_ERRNOS or self._writer.tell():
-                    raise
-                self._descriptor = None
-        piece = memoryview(self._reader.read(size))
-        total = len(piece)
-        while piece:
-            piece = piece[self._writer.write(piece) :]
-        return total
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from localai_cluster.kit import cancellation, clock, failpoints
-from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
+from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
@@ -107,7 +107,6 @@ class Commands:
     pauses: Pauses
     stop_worker: Callable[[], None]
     gpus: GpuReader
-    _shutting_down: bool = field(default=False, init=False)
     _subscriptions: list[Subscription] = field(default_factory=list, init=False)
 
     async def subscribe(self, node_id: str) -> None:
@@ -132,14 +131,10 @@ class Commands:
         """True if this worker receives commands."""
         return bool(self._subscriptions)
 
-    def refuse_new(self) -> None:
-        """Refuse new installs and upgrades from now on, because the worker is shutting down."""
-        self._shutting_down = True
-
     def _list_handlers(self, node_id: str) -> list[tuple[str, Handler, int]]:
         acts: dict[str, Callable[[Any], Awaitable[Any]]] = {
-            "backend.install": self._install,
-            "backend.upgrade": self._upgrade,
+            "backend.install": self.installs.install,
+            "backend.upgrade": self.installs.upgrade,
             "backend.cancel": self._cancel,
             "backend.delete": self._delete,
             "backend.list": self._list,
@@ -215,20 +210,8 @@ class Commands:
 
         return handle
 
-    async def _install(self, request: m.InstallRequest) -> m.InstallReply:
-        self._refuse_when_shutting_down()
-        return await self.installs.install(request)
-
-    async def _upgrade(self, request: m.UpgradeRequest) -> m.UpgradeReply:
-        self._refuse_when_shutting_down()
-        return await self.installs.upgrade(request)
-
     async def _cancel(self, request: m.CancelRequest) -> m.CancelReply:
         return m.CancelReply(True, found=await self.installs.cancel(request.op_id))
-
-    def _refuse_when_shutting_down(self) -> None:
-        if self._shutting_down:
-            raise Conflict("the worker is shutting down")
 
     async def _delete(self, request: m.DeleteRequest) -> m.UpgradeReply:
         name = strip_gallery(request.backend)

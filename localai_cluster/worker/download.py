@@ -27,8 +27,7 @@ import httpx
 from localai_cluster import gallery_index
 from localai_cluster.kit import failpoints
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.outbound import read_pieces
-from localai_cluster.registries.access import RegistryError
+from localai_cluster.kit.outbound import SourceError, read_pieces
 from localai_cluster.registries.client import Descriptor, Image, Registries
 from localai_cluster.registries.references import ImageReference
 from localai_cluster.worker.backend_store import PARTIAL_PREFIX, remove_old_partials
@@ -384,12 +383,12 @@ class Images:
     async def pull(
         self, reference: ImageReference, backend: str, on_bytes: OnBytes, halt: Halt
     ) -> PulledImage:
-        """Download the layers of an image for `backend`. Raise RegistryError and as `Downloads.fetch`."""
+        """Download the layers of an image for `backend`. Raise SourceError and as `Downloads.fetch`."""
         image = await self._read_manifest(reference)
         layers = list(dict.fromkeys(image.layers))
         total = sum(layer.size for layer in layers)
         if total > MAX_ARCHIVE_BYTES:
-            raise RegistryError(f"{reference} has more than {MAX_ARCHIVE_BYTES} bytes")
+            raise SourceError(f"{reference} has more than {MAX_ARCHIVE_BYTES} bytes")
         log.info("%s is %s: %d layers, %d bytes", reference, image.digest, len(layers), total)
         archives = {layer.digest: self._layer_archive(reference, layer, backend) for layer in layers}
         try:
@@ -417,7 +416,7 @@ class Images:
         for pause in (*RETRY_PAUSES[:3], None):
             try:
                 return await self._registries.image(reference)
-            except RegistryError as error:
+            except SourceError as error:
                 if error.permanent or pause is None:
                     raise
                 log.warning("%s; trying again", error.message)
@@ -432,7 +431,7 @@ class Images:
         async def open_part(headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
             try:
                 answer = await self._registries.open_layer(reference, layer.digest, headers)
-            except RegistryError as error:
+            except SourceError as error:
                 raise DownloadFailed(error.message, can_retry=not error.permanent) from error
             async with contextlib.aclosing(answer):
                 yield answer

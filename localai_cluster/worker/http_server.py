@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from localai_cluster.kit import cancellation
 from localai_cluster.metrics import registries
-from localai_cluster.worker.exchange import PLAIN_CONTENT_TYPE, Exchange, Scope, header, raw_path
+from localai_cluster.worker.exchange import PLAIN_CONTENT_TYPE, Answer, Exchange, Scope, header, raw_path
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.log_rings import LogLine, LogRings
 
@@ -53,37 +53,31 @@ class WorkerApplication:
         if scope["type"] == "websocket":
             await self._serve_socket(scope, receive, send)
             return
-        if self.files.serves(raw_path(scope)):
-            await self.files(Exchange(scope, receive, send), _is_authorized(scope, [self.token()]))
-            return
-        status, text, kind = self._answer(scope)
-        headers = {"content-type": kind, "cache-control": "no-store", "x-content-type-options": "nosniff"}
-        await _send_response(send, "http", status, text, headers)
+        exchange = Exchange(scope, receive, send)
+        if self.files.serves(exchange.raw_path):
+            await self.files(exchange, _is_authorized(scope, [self.token()]))
+        else:
+            await exchange.answer(self._answer(scope))
 
-    def _answer(self, scope: Scope) -> tuple[int, str, str]:
-        """Return status, body and content type of a response."""
+    def _answer(self, scope: Scope) -> Answer:
         path, method = scope["path"], scope["method"]
         if path in ("/healthz", "/readyz"):
             problem = self.problem() if path == "/readyz" else ""
             if method not in ("GET", "HEAD"):
-                return 405, "method not allowed", PLAIN_CONTENT_TYPE
-            return (
-                (503, f"not ready: {problem}", PLAIN_CONTENT_TYPE)
-                if problem
-                else (200, "ok", PLAIN_CONTENT_TYPE)
-            )
+                return Answer(405, "method not allowed")
+            return Answer(503, f"not ready: {problem}") if problem else Answer(200, "ok")
         name = _log_name(scope)
         if name is None and path != METRICS_PATH:
-            return 404, "not found", PLAIN_CONTENT_TYPE
+            return Answer(404, "not found")
         if method != "GET":
-            return 405, "method not allowed", PLAIN_CONTENT_TYPE
+            return Answer(405, "method not allowed")
         tokens = [self.token()] if name is not None else [self.token(), self.scraper]
         if not _is_authorized(scope, tokens):
-            return 401, "unauthorized", PLAIN_CONTENT_TYPE
+            return Answer(401, "unauthorized")
         if name is None:
-            return 200, registries.text("worker").decode(), registries.CONTENT_TYPE
+            return Answer(200, registries.text("worker").decode(), registries.CONTENT_TYPE)
         body = _encode_lines(self.rings.lines(name)) if name else json.dumps(self.rings.models())
-        return 200, body, "application/json"
+        return Answer(200, body, "application/json")
 
     def close_log_sockets(self) -> None:
         """Close the websockets of clients that follow output, because the token has changed."""
@@ -94,7 +88,7 @@ class WorkerApplication:
         await receive()
         refusal = self._socket_refusal(scope)
         if refusal:
-            await _send_response(send, "websocket.http", *refusal, {"content-type": PLAIN_CONTENT_TYPE})
+            await _refuse_socket(send, *refusal)
             return
         name = (_log_name(scope) or "").removesuffix("/ws")
         # No await since the check of the token: `close_log_sockets` ends this one too.
@@ -178,9 +172,11 @@ async def _wait_disconnected(receive: Any) -> None:
         pass
 
 
-async def _send_response(send: Any, kind: str, status: int, text: str, headers: dict[str, str]) -> None:
+async def _refuse_socket(send: Any, status: int, text: str) -> None:
     body = text.encode()
-    lines = {**headers, "content-length": str(len(body))}
-    encoded = [(name.encode(), value.encode()) for name, value in lines.items()]
-    await send({"type": f"{kind}.response.start", "status": status, "headers": encoded})
-    await send({"type": f"{kind}.response.body", "body": body})
+    headers = [
+        (b"content-type", PLAIN_CONTENT_TYPE.encode()),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "websocket.http.response.start", "status": status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})

@@ -36,10 +36,6 @@ class IdentityError(ClusterError):
     """The worker's data folder cannot be used; the message states the fix."""
 
 
-class InUse(IdentityError):
-    """Another worker uses the data folder."""
-
-
 class NodeIdentity:
     """The secret in use and, during a rotation, its successor; the successor is "" otherwise."""
 
@@ -200,7 +196,7 @@ def lock_data_folder(folder: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise InUse(
+        raise IdentityError(
             f"another worker uses {folder}. "
             "Stop it, or give this one its own LOCALAI_WORKER_DATA_DIR and LOCALAI_BACKENDS_PATH."
         ) from error

@@ -60,6 +60,7 @@ class InstallCommands:
     supervisor: EngineSupervisor
     progress: OpenProgress
     gpus_known: Callable[[Sequence[str]], bool]
+    _is_shutting_down: bool = field(default=False, init=False)
     _running: dict[Any, Command] = field(default_factory=dict, init=False)
     _stops: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
     _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(
@@ -67,14 +68,20 @@ class InstallCommands:
     )
 
     async def install(self, request: InstallRequest) -> InstallReply:
-        """Run `backend.install`; return errors in the reply. Raise WorkCancelled if the worker shuts down."""
+        """Run `backend.install`; return errors in the reply.
+
+        Raise Conflict or WorkCancelled if the worker shuts down.
+        """
         reply: InstallReply = await self._run_or_join(
             request, lambda command: self._install(request, command)
         )
         return reply
 
     async def upgrade(self, request: UpgradeRequest) -> UpgradeReply:
-        """Run `backend.upgrade`; return errors in the reply. Raise WorkCancelled if the worker shuts down."""
+        """Run `backend.upgrade`; return errors in the reply.
+
+        Raise Conflict or WorkCancelled if the worker shuts down.
+        """
         reply: UpgradeReply = await self._run_or_join(
             request, lambda command: self._upgrade(request, command)
         )
@@ -110,15 +117,24 @@ class InstallCommands:
         """End all running commands. Raise Conflict if a command has not ended in time."""
         await asyncio.gather(*(self._cancel_command(command) for command in list(self._running.values())))
 
+    def refuse_new(self) -> None:
+        """Refuse new installs and upgrades from now on, because the worker is shutting down."""
+        self._is_shutting_down = True
+
     async def close(self) -> None:
         """Cancel the running commands."""
+        commands = list(self._running.values())
+        for command in commands:
+            command.halt.set()
         self.installer.close()
-        tasks = [command.task for command in self._running.values() if command.task is not None]
+        tasks = [command.task for command in commands if command.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_or_join(self, request: Any, run: Callable[[Command], Coroutine[Any, Any, Any]]) -> Any:
+        if self._is_shutting_down:
+            raise Conflict("the worker is shutting down")
         command = self._running.get(request)
         if command is None:
             command = self._running[request] = Command(request.op_id)

@@ -24,9 +24,10 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import ARCHIVE_SUFFIXES, archive_stem
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, NotFound
+from localai_cluster.kit.outbound import SourceMissing
 from localai_cluster.messaging.messages import Gallery, encode
 from localai_cluster.registries import references
-from localai_cluster.registries.access import Access, ImageMissing
+from localai_cluster.registries.access import Access
 from localai_cluster.registries.client import Registries
 from localai_cluster.worker.archives import unpack
 from localai_cluster.worker.backend_store import (
@@ -159,8 +160,6 @@ class Installer:
         self._capability = capability
         self._galleries = Galleries(client, served, roots, github_url, copies)
         self._throttle = throttle
-        self._halts: set[Halt] = set()
-        self._closed = False
         self._downloads = Downloads(client, served, self._throttle)
         self._images = Images(Registries(client, access or Access()), self._downloads, store.backends)
         self._github_url = github_url
@@ -175,15 +174,6 @@ class Installer:
         place, the install succeeds. Raise InstallFailed and other ClusterErrors.
         """
         context = _InstallContext(report, halt or Halt())
-        self._halts.add(context.halt)
-        try:
-            if self._closed:
-                context.halt.set()
-            return await self._install(source, context)
-        finally:
-            self._halts.discard(context.halt)
-
-    async def _install(self, source: InstallSource, context: _InstallContext) -> str:
         context.report(Tick("resolving"))
         uri = source.uri
         if uri and (uri.startswith("/") or ":" in uri or references.parse(uri)):
@@ -202,16 +192,22 @@ class Installer:
         why = gallery_index.install_reason(chosen_from, self._capability)
         log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
         folder = await self._install_build(choice.build, context)
-        if choice.meta is not None:
-            await self._run_in_thread(context.halt, self._write_meta_backend, choice.meta, folder)
-            return folder_name(choice.meta.name)
-        return folder
+        if choice.meta is None:
+            return folder
+        entry = folder_name(choice.meta.name)
+        metadata = Metadata(
+            name=choice.meta.name,
+            meta_backend_for=folder,
+            gallery_url=choice.meta.gallery.url,
+            installed_at=_now_text(),
+            version=choice.meta.version,
+        )
+        # Not `context.halt`: the files are in place, so the install succeeds.
+        await self._run_in_thread(context.halt, self._fill_and_swap, Path.mkdir, entry, metadata, Halt())
+        return entry
 
     def close(self) -> None:
-        """End all running installs with WorkCancelled."""
-        self._closed = True
-        for halt in self._halts:
-            halt.set()
+        """Begin no more copies. The caller has set the halts of the running installs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _install_build(self, build: gallery_index.GalleryEntry, context: _InstallContext) -> str:
@@ -235,7 +231,7 @@ class Installer:
                 reasons.append(error.message if isinstance(error, ClusterError) else str(error))
                 if isinstance(error, DiskFull):  # the next source would fill the disk as well
                     break
-                if isinstance(error, ImageMissing) and uri == build.uri:
+                if isinstance(error, SourceMissing) and uri == build.uri:
                     uris += references.fallback_images(uri)
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
@@ -251,7 +247,7 @@ class Installer:
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:
-            metadata = replace(metadata, installed_at=clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"))
+            metadata = replace(metadata, installed_at=_now_text())
             path = gallery_index.local_path(source.location)
             if references.parse(source.location) is None and path is not None:
                 fill, digest = await in_thread(self._local_source, source, folder, context)
@@ -362,7 +358,7 @@ class Installer:
             with translate_disk_full(target.parent):
                 fill(staged)
             start = staged / START_FILE
-            if start.is_symlink() or not start.is_file():
+            if not metadata.meta_backend_for and (start.is_symlink() or not start.is_file()):
                 raise InstallFailed(f'the source of "{folder}" contains no {START_FILE} at its top')
             (staged / METADATA_FILE).unlink(missing_ok=True)
             (staged / METADATA_FILE).write_bytes(encode(replace(metadata, size=_folder_size(staged))))
@@ -379,24 +375,9 @@ class Installer:
             except OSError as error:
                 log.warning("cannot remove %s: %s", staged, error)
 
-    def _write_meta_backend(self, meta: gallery_index.GalleryEntry, concrete: str) -> None:
-        folder = folder_name(meta.name)
-        target = self._store.backends / folder
-        staged = target.with_name(folder + STAGED_SUFFIX)
-        metadata = Metadata(
-            name=meta.name,
-            meta_backend_for=concrete,
-            gallery_url=meta.gallery.url,
-            installed_at=clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"),
-            version=meta.version,
-        )
-        try:
-            discard(staged)
-            staged.mkdir()
-            (staged / METADATA_FILE).write_bytes(encode(metadata))
-            replace_folder(staged, target)
-        except OSError as error:
-            raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
+
+def _now_text() -> str:
+    return clock.now().strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _folder_size(folder: Path) -> int:

@@ -230,7 +230,7 @@ class Worker:
 
     async def _shut_down(self) -> None:
         log.info("shutting down")
-        self._commands.refuse_new()
+        self._install_commands.refuse_new()
         if self._node_id:
             await drain_and_deregister(self._control_plane, self._node_id, self._hurry)
         await self._install_commands.close()
@@ -258,9 +258,8 @@ class Worker:
 
     async def _register_once(self) -> None:
         async with self._registering:
-            await self._use_registration(
-                await registration.register_once(self._control_plane, self._registration_body)
-            )
+            body = await self._registration_body()
+            await self._use_registration(await self._control_plane.register(body))
 
     async def _use_registration(self, registered: Registered) -> None:
         """Use the node id and credentials of a registration, and subscribe to the node's commands.

@@ -43,14 +43,9 @@ class PortAllocator:
 
     base: int
     highest: int
-    _never_used_from: int = field(init=False)
     _used: dict[int, str] = field(default_factory=dict, init=False)
-    _quarantined: dict[int, float] = field(default_factory=dict, init=False)
-    _free: set[int] = field(default_factory=set, init=False)
-    _reservation_by_port: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._never_used_from = self.base
+    _released: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
+    """By port: the last key, and the time of its release. Ports above these and those in use are new."""
 
     def allocate(self, key: str, now: float) -> int:
         """Return a port for `key`. Raise NoFreePort.
@@ -58,16 +53,19 @@ class PortAllocator:
         In order of preference: the last port of `key`, an unreserved free port, a port that was never used,
         any free port.
         """
-        self._free_expired(now)
-        port = self._choose_port(key)
-        if port is None:
+        free = {port: at for port, (_, at) in self._released.items() if at + QUARANTINE_SECONDS <= now}
+        unreserved = [port for port, at in free.items() if at + RESERVATION_SECONDS <= now]
+        own = [port for port in free if port not in unreserved and self._released[port][0] == key]
+        never_used = self.base + len(self._used) + len(self._released)
+        choices = own or unreserved or ([never_used] if never_used <= self.highest else list(free))
+        if not choices:
             raise NoFreePort(
                 f"no free port between {self.base} and {self.highest}: {len(self._used)} in use, "
-                f"{len(self._quarantined)} in quarantine for {QUARANTINE_SECONDS:g} s. "
+                f"{len(self._released)} in quarantine for {QUARANTINE_SECONDS:g} s. "
                 "Raise LOCALAI_GRPC_MAX_PORT"
             )
-        self._free.discard(port)
-        self._reservation_by_port.pop(port, None)
+        port = min(choices)
+        self._released.pop(port, None)
         self._used[port] = key
         return port
 
@@ -75,30 +73,7 @@ class PortAllocator:
         """Return a port to the pool after its quarantine; ignore a port that is not in use."""
         key = self._used.pop(port, None)
         if key is not None:
-            self._quarantined[port] = now + QUARANTINE_SECONDS
-            self._reservation_by_port[port] = (key, now + RESERVATION_SECONDS)
-
-    def _choose_port(self, key: str) -> int | None:
-        reserved = [port for port in self._free if self._reservation_by_port.get(port, ("", 0.0))[0] == key]
-        if reserved:
-            return min(reserved)
-        unreserved = self._free - self._reservation_by_port.keys()
-        if unreserved:
-            return min(unreserved)
-        if self._never_used_from <= self.highest:
-            self._never_used_from += 1
-            return self._never_used_from - 1
-        return min(self._free, default=None)
-
-    def _free_expired(self, now: float) -> None:
-        released = {port for port, until in self._quarantined.items() if until <= now}
-        self._free |= released
-        self._quarantined = {port: until for port, until in self._quarantined.items() if port not in released}
-        self._reservation_by_port = {
-            port: reservation
-            for port, reservation in self._reservation_by_port.items()
-            if reservation[1] > now
-        }
+            self._released[port] = (key, now)
 
 
 BLOCK_SIZE = 100

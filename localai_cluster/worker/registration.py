@@ -98,7 +98,7 @@ async def register(
     delays = retry_pauses()
     while True:
         try:
-            return await register_once(control_plane, body)
+            return await control_plane.register(await body())
         except DowngradeRefused as error:
             log.error("%s", error)
             await sleep(error.wait)
@@ -111,13 +111,6 @@ async def register(
             pause = max(pause, error.wait)
             log.warning("registration failed: %s; retrying in %g s%s", error, pause, hint(error))
             await sleep(pause)
-
-
-async def register_once(
-    control_plane: ControlPlane, body: Callable[[], Awaitable[dict[str, Any]]]
-) -> Registered:
-    """Register without retries. Raise CallFailed."""
-    return await control_plane.register(await body())
 
 
 _HINT_BY_STATUS = {
@@ -183,7 +176,10 @@ class BusCredentials:
         self._has_credentials = False
         self._lifetime: float | None = None
         self._due_at: float | None = None
-        self._refused = asyncio.Event()
+        self._is_refused = False
+        """The bus has refused a connection since the last registration of `run`."""
+        self._changed = asyncio.Event()
+        """Set to make `run` read the time of its next registration again."""
         self._pending_polls = 0
         self._not_before = 0.0
         """Earliest time of a registration that is caused by a refusal of the bus."""
@@ -191,7 +187,8 @@ class BusCredentials:
         """Reason why this worker does not dial the bus; "" if it does."""
 
     def adopt(self, registered: Registered) -> None:
-        """Connect the bus with the credentials of a registration."""
+        """Connect the bus with the credentials of a registration, also of one that `run` has not made."""
+        self._changed.set()
         if self._fixed is not None:
             if self.problem:
                 self._bus.use(self._fixed)
@@ -212,6 +209,7 @@ class BusCredentials:
                 AWAITS_APPROVAL_REASON if registered.status == PENDING_STATUS else AWAITS_CREDENTIALS_REASON
             )
             self._bus.use(None)
+            self._is_refused = False  # by a bus that is not dialled any more
             self._pending_polls += 1
             pause = backoff.delay(
                 self._pending_polls, first=FIRST_PENDING_POLL_SECONDS, longest=MAX_PENDING_POLL_SECONDS
@@ -238,14 +236,14 @@ class BusCredentials:
                 "the message bus requires credentials, and the control plane has given none: enable them "
                 "there, or set LOCALAI_NATS_JWT and LOCALAI_NATS_USER_SEED"
             )
-        self._refused.set()
+        self._is_refused = True
+        self._changed.set()
 
     async def run(self) -> None:
         """Register again whenever new credentials are needed, until cancelled."""
         while True:
             await self._wait_until_due()
-            is_refused_by_bus = self._refused.is_set()
-            self._refused.clear()
+            is_refused_by_bus, self._is_refused = self._is_refused, False
             if is_refused_by_bus and not self._has_credentials and self._bus.connected:
                 continue  # the bus has changed its mind
             # A bus that refuses fresh credentials must not make this worker flood the control plane.
@@ -268,9 +266,13 @@ class BusCredentials:
                 )
 
     async def _wait_until_due(self) -> None:
-        pause = None if self._due_at is None else max(self._due_at - clock.monotonic(), 0.0)
-        if await cancellation.wait_for(self._refused, pause):
-            await asyncio.sleep(max(self._not_before - clock.monotonic(), 0.0))
+        while True:
+            due_at = self._not_before if self._is_refused else self._due_at
+            pause = None if due_at is None else due_at - clock.monotonic()
+            if pause is not None and pause <= 0:
+                return
+            self._changed.clear()
+            await cancellation.wait_for(self._changed, pause)
 
     def _retry_pause(self) -> float:
         return min(

@@ -17,7 +17,7 @@ from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping_schema
 from nodes.api import base
-from nodes.backends import catalogue, inventory, node_commands, upgrade_state
+from nodes.backends import catalogue, installed, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, MAX_SEARCH_LENGTH
 
 INVENTORY_MAX_AGE = 300.0
@@ -190,9 +190,9 @@ class BackendsView(base.BackendRoute):
         page, items = query["page"], query["items"]
         offer = read_galleries()
         inventory.wake(older_than=INVENTORY_MAX_AGE, now=clock.now())
-        installed, running = catalogue.installed(), catalogue.running()
+        backends, running = installed.read(), catalogue.running()
         nodes_by_capability = catalogue.count_by_capability()
-        listed = catalogue.entries(offer.builds, installed, running, nodes_by_capability)
+        listed = catalogue.entries(offer.builds, backends, running, nodes_by_capability)
         chosen = _select(listed, query)
         return Response(
             CATALOGUE_SHAPE.of(
@@ -204,7 +204,7 @@ class BackendsView(base.BackendRoute):
                 processingBackends={operation.key: str(operation.id) for operation in running},
                 taskTypes={operation.key: operation.task_type for operation in running},
                 availableBackends=len(offer.builds),
-                installedBackends=len({gallery_index.folded(operation.name) for operation in installed}),
+                installedBackends=len({gallery_index.folded(backend.name) for backend in backends}),
                 systemCapability="",
                 preferDevelopmentBackends=False,
                 galleryErrors=gallery_errors(offer),
@@ -259,9 +259,9 @@ class AvailableView(base.BackendRoute):
     @describe("backends_available", "List entries of the galleries", AVAILABLE_BACKEND_SHAPE.many)
     def get(self, request: Request) -> Response:
         """Returns the gallery entries that a healthy node, or a machine without a GPU, can install."""
-        installed = catalogue.installed_names()
+        names = catalogue.installed_names()
         builds = catalogue.runnable(read_galleries().builds, catalogue.cluster_capabilities())
-        return Response([_available_row(build, folded(build.name) in installed) for build in builds])
+        return Response([_available_row(build, folded(build.name) in names) for build in builds])
 
 
 def _available_row(build: GalleryEntry, installed: bool) -> Row:
@@ -281,7 +281,7 @@ class KnownView(base.BackendRoute):
     @describe("backends_known", "List backends that a model may be for", KNOWN_BACKEND_SHAPE.many)
     def get(self, request: Request) -> Response:
         """Returns the galleries' backends without single builds, and other installed ones, by modality."""
-        installed = catalogue.installed_names()
+        names = catalogue.installed_names()
         offered = catalogue.choices(read_galleries().builds)
         backends = [
             KNOWN_BACKEND_SHAPE.of(
@@ -289,13 +289,13 @@ class KnownView(base.BackendRoute):
                 modality=catalogue.modality(build.tags),
                 auto_detect=False,
                 description=build.description,
-                installed=name in installed,
+                installed=name in names,
             )
             for name, build in offered.items()
         ]
         backends += [
             KNOWN_BACKEND_SHAPE.of(name=name, modality="", auto_detect=False, installed=True)
-            for key, name in installed.items()
+            for key, name in names.items()
             if key not in offered
         ]
         return Response(sorted(backends, key=lambda backend: (backend["modality"], folded(backend["name"]))))

@@ -28,7 +28,6 @@ from nodes.definitions import edit, schema, store
 from nodes.definitions.folder import folder
 from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading import definition_preview, definition_removal
-from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
 from nodes.registry.listing import FARTHEST
 from operations.api.serializers import job_fields, requester_of
@@ -253,8 +252,8 @@ class DefinitionView(_DefinitionRoute):
 
 def remove(request: Request, name: str, *, with_files: bool) -> Row:
     """Request the deletion of the definition, with its files if requested; return the operation."""
-    removal = RemovalRequest(name, requester_of(request), with_files)
-    admission = definition_removal.request_removal(removal, now=clock.now())
+    by = requester_of(request)
+    admission = definition_removal.request_removal(name, by=by, with_files=with_files, now=clock.now())
     return shapes.REMOVAL_SHAPE.of(**job_fields(admission, "the definition is being deleted"))
 
 

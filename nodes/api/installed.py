@@ -16,8 +16,7 @@ from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, fiel
 from nodes.api.base import NODE_ID, BackendRoute
 from nodes.api.catalogue import INVENTORY_MAX_AGE
 from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
-from nodes.backends.catalogue import WHERE
-from nodes.backends.installed import Upgrade
+from nodes.backends.installed import WHERE, Upgrade
 
 METADATA_SHAPE = Shape(
     "BackendMetadata",
@@ -118,7 +117,7 @@ def _installed_row(backend: installed.InstalledBackend, upgrade: Upgrade | None,
         upgrade_available=upgrade is not None,
         available_version=upgrade.available_version if upgrade else "",
         pending_operations=pending,
-        nodes=[dict(place.node) for place in backend.places],
+        nodes=[place.row for place in backend.places],
     )
 
 

@@ -22,7 +22,7 @@ from localai_cluster.web.openapi import describe
 from localai_cluster.web.shapes import BYTES, FLAG, NUMBER, TEXT, TEXTS, UUID, Row, Shape, count, field
 from nodes.api import definitions
 from nodes.api.base import JOB_ID, ModelRoute
-from nodes.backends import catalogue
+from nodes.backends import installed
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
 from nodes.definitions.sizes import MEASURE_LIMIT
@@ -120,7 +120,7 @@ class SystemView(APIView):
     @describe("system", "List backends and loaded models", SYSTEM_SHAPE, tag="nodes")
     def get(self, request: Request) -> Response:
         """Returns the backends of approved nodes and the loaded models, each name once."""
-        backends = sorted({entry.name for entry in catalogue.installed()})
+        backends = [backend.name for backend in installed.read()]
         loaded = NodeModel.objects.loaded().order_by("model_name", "backend_type")
         pairs = loaded.values_list("model_name", "backend_type").distinct()
         models = [LOADED_MODEL_SHAPE.of(id=model, backend=backend) for model, backend in pairs]

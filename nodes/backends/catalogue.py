@@ -39,8 +39,8 @@ from localai_cluster.gallery_index import (
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
+from nodes.backends.installed import DEVELOPMENT, WHERE, InstalledBackend
 from nodes.models import BackendNode, GalleryCopy, NodeBackend
-from nodes.registry.shape import NODE_STATUS
 from operations.models import ACTIVE, Operation, Status
 
 RENEW_AFTER = timedelta(seconds=60)
@@ -92,26 +92,9 @@ OFFER_SECONDS = 60.0
 """Seconds for which an offer is cached."""
 PARTIAL_OFFER_SECONDS = 5.0
 """Seconds for which an offer is cached if a gallery could not be read."""
-DEVELOPMENT = "-development"
 _KIND_PREFIX = "backend_"
 _DELETION_SUFFIX = "_delete"
 
-WHERE = shapes.Shape(
-    "Where",
-    "A node on which a backend is installed.",
-    [
-        shapes.column("node_id", shapes.UUID, example=shapes.EXAMPLE_NODE_ID),
-        shapes.column("node_name", shapes.TEXT, example="gpu-a", source=F("node__name")),
-        shapes.column("node_status", NODE_STATUS.ref, example="healthy", source=F("node__status")),
-        shapes.column("version", shapes.TEXT, example="1.0.0", optional=True),
-        shapes.column("digest", shapes.TEXT, optional=True),
-        shapes.column("uri", shapes.TEXT, optional=True),
-        shapes.column("installed_at", shapes.TEXT, example="2026-08-20T09:12:44Z", optional=True),
-        shapes.column("alias", shapes.TEXT, "Another name that starts it.", optional=True),
-        shapes.column("size", shapes.BYTES, "Of its files.", optional=True),
-        shapes.field("from_address", shapes.FLAG, "Installed by an address: no upgrades.", optional=True),
-    ],
-)
 VARIANT = shapes.Shape(
     "BackendVariant",
     "The build that nodes with one capability install.",
@@ -173,14 +156,6 @@ class Offer:
         """Hash of the names, versions and sources of all entries."""
         text = "\n".join(f"{build.name}\t{build.version}\t{build.uri}" for build in self.builds)
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Installed:
-    """One backend on one node."""
-
-    name: str
-    node: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -304,15 +279,6 @@ async def _read_served_file(name: str) -> bytes:
     return await asyncio.to_thread(gallery_index.read_served, folder, name)
 
 
-def installed() -> list[Installed]:
-    """Return the backends on all approved nodes, ordered by node; one query."""
-    rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("node__name", "name")
-    return [
-        Installed(name, WHERE.row(values))
-        for *values, name in rows.values_list(*WHERE.columns.values(), "name")
-    ]
-
-
 def running() -> list[ActiveOperation]:
     """Return the active operations on backends, the oldest first; one query."""
     active = Operation.objects.filter(status__in=ACTIVE, kind__startswith=_KIND_PREFIX).order_by("created_at")
@@ -326,14 +292,14 @@ def running() -> list[ActiveOperation]:
 
 def entries(
     builds: Sequence[GalleryEntry],
-    installed: Sequence[Installed],
+    installed: Iterable[InstalledBackend],
     running: Sequence[ActiveOperation],
     capabilities: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return the elements of the catalogue (`contract/http-api.md` §4.1), in the order of the galleries."""
     nodes_by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for backend in installed:
-        nodes_by_name[folded(backend.name)].append(backend.node)
+        nodes_by_name[folded(backend.name)] += [place.node for place in backend.places]
     busy = {(operation.gallery.lower(), folded(operation.name)): operation for operation in running}
     resolved_by = parents(builds)
     names = {folded(build.name) for build in builds if not build.is_meta}

@@ -14,11 +14,31 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from django.db.models import F
+
 from localai_cluster.gallery_index import folded
 from localai_cluster.registries import references
-from nodes.backends.catalogue import DEVELOPMENT, WHERE
+from localai_cluster.web import shapes
 from nodes.models import NodeBackend
+from nodes.registry.shape import NODE_STATUS
 
+DEVELOPMENT = "-development"
+WHERE = shapes.Shape(
+    "Where",
+    "A node on which a backend is installed.",
+    [
+        shapes.column("node_id", shapes.UUID, example=shapes.EXAMPLE_NODE_ID),
+        shapes.column("node_name", shapes.TEXT, example="gpu-a", source=F("node__name")),
+        shapes.column("node_status", NODE_STATUS.ref, example="healthy", source=F("node__status")),
+        shapes.column("version", shapes.TEXT, example="1.0.0", optional=True),
+        shapes.column("digest", shapes.TEXT, optional=True),
+        shapes.column("uri", shapes.TEXT, optional=True),
+        shapes.column("installed_at", shapes.TEXT, example="2026-08-20T09:12:44Z", optional=True),
+        shapes.column("alias", shapes.TEXT, "Another name that starts it.", optional=True),
+        shapes.column("size", shapes.BYTES, "Of its files.", optional=True),
+        shapes.field("from_address", shapes.FLAG, "Installed by an address: no upgrades.", optional=True),
+    ],
+)
 _NODE_BACKEND_COLUMNS = ("name", "is_system", "is_meta", "gallery_url")
 _METADATA_COLUMNS = ("gallery_url", "installed_at", "version", "uri", "digest")
 
@@ -33,7 +53,7 @@ class Build:
 
 @dataclass(frozen=True)
 class InstalledOn:
-    """A backend on one node; `node` has the shape `WHERE`."""
+    """A backend on one node; `node` has the columns of the shape `WHERE`."""
 
     node: Mapping[str, Any]
     is_system: bool = False
@@ -47,7 +67,16 @@ class InstalledOn:
     @property
     def is_upgradable(self) -> bool:
         """True unless the node refuses every upgrade of the backend."""
-        return not self.is_system and not self.node.get("from_address", False)
+        return not self.is_system and not self._is_from_address
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The node in the shape `WHERE`."""
+        return {**self.node, "from_address": True} if self._is_from_address else {**self.node}
+
+    @property
+    def _is_from_address(self) -> bool:
+        return is_from_address(self.node.get("uri", ""), self.gallery_url, self.node.get("version", ""))
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -110,10 +139,7 @@ def merge(rows: Iterable[tuple[str, InstalledOn]]) -> list[InstalledBackend]:
 
 def _place(values: tuple[Any, ...]) -> InstalledOn:
     _, is_system, is_meta, gallery_url = values[len(WHERE.columns) :]
-    node = WHERE.row(values)
-    if is_from_address(node.get("uri", ""), gallery_url, node.get("version", "")):
-        node["from_address"] = True
-    return InstalledOn(node, is_system, is_meta, gallery_url)
+    return InstalledOn(WHERE.row(values), is_system, is_meta, gallery_url)
 
 
 def is_from_address(uri: str, gallery_url: str, version: str) -> bool:

@@ -30,10 +30,11 @@ from django.db import transaction
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.names import to_single_line
+from localai_cluster.kit.outbound import SourceError
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.kit.transactions import lock_name
 from localai_cluster.registries import references
-from localai_cluster.registries.access import Access, RegistryError, default_config
+from localai_cluster.registries.access import Access, default_config
 from localai_cluster.registries.client import Registries
 from nodes.backends import catalogue, installed, node_commands, upgrade_state
 from nodes.backends.admission import admit
@@ -253,7 +254,7 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
             try:
                 async with asyncio.timeout(IMAGE_LIMIT):
                     digests_by_uri[uri] = await _digests(uri, registries)
-            except (RegistryError, TimeoutError) as error:
+            except (SourceError, TimeoutError) as error:
                 log.warning("upgrade check: image %s: %s", uri, str(error) or type(error).__name__)
             except Exception:
                 # A defect in reading one image must not lose the check of the others.
@@ -278,7 +279,7 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
 async def _digests(uri: str, registries: Registries) -> tuple[str, ...]:
     reference = references.parse(uri)
     if reference is None:
-        raise RegistryError("not the reference of an image")
+        raise SourceError("not the reference of an image")
     return await registries.digests(reference)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from localai_cluster.kit import untrusted
 
@@ -282,8 +282,12 @@ def read_config(path: Path) -> Header | None:
 
 
 def read_json(path: Path) -> object:
-    """Parse a `config.json` of limited size and depth; raise OSError and UnreadableHeader."""
-    content = untrusted.read_file(path, MAX_CONFIG_BYTES)
+    """Parse a `config.json`; raise OSError and UnreadableHeader."""
+    return parse_json(untrusted.read_file(path, MAX_CONFIG_BYTES))
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse the content of a `config.json` of limited size and depth; raise UnreadableHeader."""
     problem = "too large" if len(content) > MAX_CONFIG_BYTES else untrusted.json_problem(content)
     if problem:
         raise UnreadableHeader(f"it is {problem}")

@@ -168,6 +168,12 @@ def shards(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in numbers]
 
 
+def shards_and_sidecar(path: Path) -> list[Path]:
+    """Return the file with its shards and its sidecar file: `model.onnx` needs `model.onnx.json`."""
+    sidecars = [path.with_name(path.name + ".json")] if path.suffix == ".onnx" else []
+    return [*shards(path), *sidecars]
+
+
 def without_side_files(names: Sequence[str]) -> list[str]:
     """Return the sorted names of a folder's files, without checksum files of other files (T-STG-11).
 

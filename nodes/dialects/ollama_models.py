@@ -29,7 +29,6 @@ from nodes.gateway.endpoint import confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import definition_removal
-from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -113,11 +112,10 @@ async def delete(request: InferenceRequest) -> Answer:
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
     definition = await find_definition(_definition_name(body.model or body.name, "model"))
-    order = RemovalRequest(definition.name, request.requester)
 
     def remove() -> Admission:
         store.require_no_file(definition.name)  # the model would still be served
-        return definition_removal.request_removal(order, now=clock.now())
+        return definition_removal.request_removal(definition.name, by=request.requester, now=clock.now())
 
     admission = await run_as_caller(request, remove)
     operation = await _wait_for_end(admission.operation.id)

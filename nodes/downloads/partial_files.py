@@ -57,11 +57,11 @@ class FolderFailed(ClusterError):
 
 
 class BeingDownloaded(Exception):
-    """Another process or operation downloads the file. `done` and `total` are bytes; 0 = unknown."""
+    """Another process or operation downloads the file, and has `done` bytes of it."""
 
-    def __init__(self, done: int, total: int) -> None:
+    def __init__(self, done: int) -> None:
         super().__init__()
-        self.done, self.total = done, total
+        self.done = done
 
 
 class ByteSpan(msgspec.Struct, array_like=True):
@@ -183,14 +183,11 @@ class PartialFile:
             span.end = self.journal.total = span.at
             self._write_journal()
 
-    def beginning(self) -> bytes:
-        """Return the first bytes, as many as a Git LFS pointer begins with."""
-        return os.pread(self._descriptor, len(_LFS_POINTER_START), 0)
-
     @property
     def is_pointer(self) -> bool:
         """True if the source sent a Git LFS pointer instead of the file."""
-        return self.journal.total < 1024 and self.beginning() == _LFS_POINTER_START
+        start = os.pread(self._descriptor, len(_LFS_POINTER_START), 0)
+        return self.journal.total < 1024 and start == _LFS_POINTER_START
 
     def sha256(self, on_bytes: Callable[[int], None]) -> str:
         """Return the hash of the complete file; call `on_bytes` with each number of bytes read."""
@@ -207,7 +204,7 @@ class PartialFile:
         """Raise FolderFailed if the complete file could not be moved to its path."""
         _check_folder(self._models, (self._models / self.journal.path).parent)
 
-    def publish(self) -> Path:
+    def publish(self) -> None:
         """Move the complete file to its path in the models folder. Raise FolderFailed or OSError."""
         target = self._models / self.journal.path
         failpoints.passed("download:verified")
@@ -221,7 +218,6 @@ class PartialFile:
             files.sync_folder(target.parent)
             failpoints.passed("download:published")
             _journal_of(self._data).unlink(missing_ok=True)
-        return target
 
     def discard(self) -> None:
         """Remove the partial file and its journal."""
@@ -275,9 +271,7 @@ def _open_locked(data: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             journal = _read_journal(data)
-            raise BeingDownloaded(
-                *(max(journal.done, 0), max(journal.total, 0)) if journal else (0, 0)
-            ) from None
+            raise BeingDownloaded(journal.done if journal else 0) from None
         except BaseException:
             os.close(descriptor)
             raise

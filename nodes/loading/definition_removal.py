@@ -9,7 +9,6 @@ replicas: only the row is deleted.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,21 +34,11 @@ KIND = drains.REMOVE_DEFINITION_KIND
 _MAX_SHOWN_NAMES = 100
 
 
-@dataclass(frozen=True)
-class RemovalRequest:
-    """The request to delete a stored definition, and its requester."""
-
-    name: str
-    by: Requester
-    with_files: bool = False
-
-
-def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
+def request_removal(name: str, *, by: Requester, with_files: bool = False, now: datetime) -> Admission:
     """Create the operation that deletes the stored definition, or join the active one.
 
     Raises NotFound, and Conflict for a model that only a file defines, or that is being loaded or unloaded.
     """
-    name = request.name
     row, file = store.find(name), store.file_of(name)
     if row is None:
         store.require_no_file(name)
@@ -64,11 +53,11 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
             KIND,
             key=f"definition:{name}" if file else load_key(name, ALL_REPLICAS_SUFFIX),
             element=name,
-            by=request.by,
+            by=by,
             payload={
                 "model": name,
                 "definition": str(row.id),
-                "files": request.with_files,
+                "files": with_files,
                 "grace": conf.cluster().unload_grace,
                 "replica_index": None,
             },
@@ -77,7 +66,7 @@ def request_removal(request: RemovalRequest, *, now: datetime) -> Admission:
         now=now,
     )
     if admission.created and not file:
-        because = f"deletion of its definition asked for by {request.by.actor}"
+        because = f"deletion of its definition asked for by {by.actor}"
         record_unload(name, admission.operation.id, because=because, node_id=None, index=None, now=now)
     return admission
 

@@ -26,8 +26,6 @@ IMPORT = "model_import"
 """Kind of the operation that fetches the files of a model."""
 ANSWER_WITHIN = 60.0
 """Seconds that one call into the models folder may take."""
-_SIDECAR_BY_SUFFIX = {".onnx": ".json"}
-"""Suffix of the file that belongs to a file with this suffix: `model.onnx` needs `model.onnx.json`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +52,7 @@ class FilesInUse:
         reader = _LinkReader(models)
         for definition in definitions:
             for path in _named_paths(models, definition):
-                for part in _parts(path):
+                for part in sizes.shards_and_sidecar(path):
                     reader.add(part)
         for text in fetched:
             if (file := sizes.safe_join(models, text)) is not None:
@@ -126,12 +124,6 @@ def _named_paths(models: Path, definition: Definition) -> Iterator[Path]:
             path = Path(os.path.normpath(base / text))
             if path != root and path.is_relative_to(root):
                 yield models / path.relative_to(root)
-
-
-def _parts(path: Path) -> list[Path]:
-    """Return the file with its shards and its sidecar file."""
-    suffix = _SIDECAR_BY_SUFFIX.get(path.suffix)
-    return [*sizes.shards(path), *([path.with_name(path.name + suffix)] if suffix else [])]
 
 
 class _LinkReader:

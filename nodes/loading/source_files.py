@@ -43,7 +43,7 @@ from nodes.definitions.sizes import (
     MAX_FILES,
     SIDES,
     safe_join,
-    shards,
+    shards_and_sidecar,
     without_side_files,
 )
 from nodes.models import FileHash
@@ -252,7 +252,7 @@ class _FolderReader:
     def find_files(self, option: str, text: str) -> NamedFiles | None:
         """Return the file or folder that the text names; None if it does not exist. Raise Unsendable."""
         for path in self._possible_paths(option, text):
-            absent = files_below(path, self._at_source, self._parts(path))
+            absent = files_below(path, self._at_source, shards_and_sidecar(path))
             is_here = os.path.lexists(path)
             if not is_here and not absent:
                 continue
@@ -296,7 +296,7 @@ class _FolderReader:
     def _files(self, path: Path, real: Path) -> Iterator[LocalFile]:
         """Yield the file with the files that belong to it, or all files below the folder."""
         if not real.is_dir():
-            for part in self._parts(path):
+            for part in shards_and_sidecar(path):
                 if part.exists():
                     yield self._file(part)
             return
@@ -308,11 +308,6 @@ class _FolderReader:
                 if count > MAX_FILES:
                     raise Unsendable(f"has more than {MAX_FILES} files")
                 yield self._file(Path(base, name))
-
-    def _parts(self, path: Path) -> list[Path]:
-        """Return the file, its further shards and its sidecar file."""
-        sidecars = [path.with_name(path.name + ".json")] if path.suffix == ".onnx" else []
-        return [*shards(path), *sidecars]
 
     def _file_at_source(self, path: Path, record: RecordedFile) -> LocalFile:
         return LocalFile(self._relative(path), path, record.size, record)

@@ -89,11 +89,11 @@ class SourceFinder:
         self.opener = SourceFileOpener(settings, self.outbound)
         self.hub = Hub(self.outbound, settings.hugging_face_url, has_token=bool(settings.hugging_face_token))
 
-    async def find(self, reference: Reference | None, entry: GalleryEntry | None = None) -> SourceModel:
-        """Return the model of the reference, or `entry` of a gallery. Raise InvalidInput or SourceError."""
-        if entry is not None:
-            return await self._find_in_gallery(entry)
+    async def find(self, reference: Reference | GalleryEntry) -> SourceModel:
+        """Return the model of the reference or gallery entry. Raise InvalidInput or SourceError."""
         match reference:
+            case GalleryEntry():
+                return await self._find_in_gallery(reference)
             case HubRef():
                 return await self._find_on_hub(reference)
             case ImageRef():
@@ -154,7 +154,8 @@ class SourceFinder:
                 file = _hub_file(repository, "hf", variant.files[0])
                 header = await probing.gguf_header(self.opener, file)
                 return header, probing.trained_context(header), ""
-            content = await self.hub.small_file(repository, "config.json", MAX_CONFIG_BYTES)
+            address = self.opener.web_address(f"hf://{repository.id}@{repository.commit}/config.json")
+            content = await self.outbound.read(address, MAX_CONFIG_BYTES)
             header, config = probing.config_header(content)
             return header, probing.trained_context(header, config), ""
         except SourceError as error:

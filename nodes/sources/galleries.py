@@ -26,7 +26,7 @@ from nodes.definitions.files import UnusableDefinition, stated_bytes
 from nodes.sources import references, writing
 from nodes.sources.opening import build_outbound
 from nodes.sources.plans import ImportPlan, SourceFile, check_files
-from nodes.sources.references import GalleryRef, HubRef, ImageRef, NameRef, ObjectRef, WebRef
+from nodes.sources.references import GalleryRef, HubRef, ImageRef, ObjectRef, WebRef
 
 READ_LIMIT = 20.0
 """Seconds for the document of an entry."""
@@ -67,11 +67,10 @@ def offer() -> catalogue.Offer:
     return reader.read(configured())
 
 
-def find(reference: GalleryRef | NameRef) -> GalleryEntry:
+def find(reference: GalleryRef) -> GalleryEntry:
     """Return the entry of this name; raise NotFound with the reasons for unreadable galleries."""
     found = offer()
-    gallery = reference.gallery if isinstance(reference, GalleryRef) else ""
-    name = gallery_index.folded(reference.name if isinstance(reference, GalleryRef) else reference.term)
+    gallery, name = reference.gallery, gallery_index.folded(reference.name)
     for entry in found.builds:
         if gallery_index.folded(entry.name) == name and gallery in ("", entry.gallery.name):
             return entry

@@ -49,18 +49,14 @@ class _Sibling(msgspec.Struct, frozen=True):
 class _Card(msgspec.Struct, frozen=True):
     license: str | list[str] | None = None
     license_name: str | None = None
-    license_link: str | None = None
-    base_model: str | list[str] | None = None
 
 
 class _Repository(msgspec.Struct, frozen=True):
     id: str
     sha: str = ""
-    private: bool = False
     gated: bool | str = False
     disabled: bool = False
     pipeline_tag: str = ""
-    library_name: str = ""
     tags: list[str] = []
     downloads: int = 0
     card: _Card | None = msgspec.field(default=None, name="cardData")
@@ -75,12 +71,8 @@ class Repository:
     commit: str
     files: tuple[RepositoryFile, ...]
     gated: bool
-    private: bool
     task: str
     licence: str
-    library: str
-    base: str
-    """The repository that the model was derived from; "" if unknown."""
     downloads: int = 0
 
 
@@ -135,14 +127,6 @@ class Hub:
         found = _decode_response(body, list[_Repository], term)
         return [_convert_repository(each) for each in found[:MAX_RESULTS]]
 
-    async def small_file(self, repository: Repository, path: str, limit: int) -> bytes:
-        """Return a file of at most `limit` bytes; raise SourceError."""
-        return await self._outbound.read(self.address(repository.id, repository.commit, path), limit)
-
-    def address(self, repo: str, commit: str, path: str) -> str:
-        """Return the address of a file at a commit."""
-        return f"{self._endpoint}/{repo}/resolve/{commit}/{quote(path)}"
-
     def _explain_refusal(self, error: SourceError, reference: HubRef) -> SourceError:
         """Explain a refusal: the hub responds with 401 for private and for missing repositories."""
         if isinstance(error, SourceMissing) or not self._has_token:
@@ -186,7 +170,6 @@ def _convert_repository(found: _Repository) -> Repository:
     commit = found.sha if _is_commit(found.sha) else ""
     if found.siblings and not commit:
         raise SourceError(f"{found.id}: the answer names no commit")
-    card = found.card or _Card()
     return Repository(
         _displayable_text(found.id),
         commit,
@@ -196,11 +179,8 @@ def _convert_repository(found: _Repository) -> Repository:
             if not names.find_unprintable(sibling.rfilename)
         ),
         bool(found.gated),
-        found.private,
         _displayable_text(found.pipeline_tag),
-        _licence(card, found.tags),
-        _displayable_text(found.library_name),
-        _displayable_text(_first_text(card.base_model)),
+        _licence(found.card or _Card(), found.tags),
         found.downloads,
     )
 

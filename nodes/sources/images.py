@@ -12,11 +12,10 @@ from typing import Any
 
 from localai_cluster.kit import names, untrusted
 from localai_cluster.kit.outbound import SourceError
-from localai_cluster.registries.access import RegistryError
 from localai_cluster.registries.client import Descriptor
 from localai_cluster.registries.references import ImageReference
 from nodes.sources import writing
-from nodes.sources.opening import SourceFileOpener, translate_registry_error
+from nodes.sources.opening import SourceFileOpener
 from nodes.sources.plans import SourceFile, check_path
 from nodes.sources.probing import read_start
 from nodes.sources.references import OLLAMA_REGISTRY, ImageRef
@@ -79,11 +78,8 @@ class RegistryImage:
 
 async def read_model(opener: SourceFileOpener, reference: ImageRef) -> RegistryImage:
     """Read the model that a reference names in its registry; raise SourceError."""
-    try:
-        async with opener.registries() as client:
-            image = await client.artifact(reference.reference)
-    except RegistryError as error:
-        raise translate_registry_error(error) from error
+    async with opener.registries() as client:
+        image = await client.artifact(reference.reference)
     if any(layer.media_type == _MODEL_MEDIA_TYPE for layer in image.layers):
         return await _ollama_model(opener, reference.reference, image.layers)
     return _artifact(reference.reference, image.layers)

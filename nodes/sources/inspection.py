@@ -153,14 +153,14 @@ def plan_of(
 
 def plan_entry(entry: GalleryEntry, *, variant: str = "", name: str = "") -> ImportPlan:
     """Return the plan that imports an entry of a gallery; raise InvalidInput or SourceError."""
-    found = _read_source(None, entry)
+    found = _read_source(entry)
     choice = select_choice(found, variant) or found.choices[0]
     return found.plan(choice, name or found.name)
 
 
 def estimate_entry(entry: GalleryEntry, contexts: Sequence[int]) -> tuple[int, dict[int, int], int]:
     """Return the size of an entry, its memory by context length in tokens, and the trained context length."""
-    choice = _read_source(None, entry).choices[0]
+    choice = _read_source(entry).choices[0]
     files, memory = _files_of(choice), {}
     for context in contexts:
         definition = writing.check_text(writing.text_of({**choice.settings, "context_size": context}))
@@ -190,14 +190,14 @@ def _parse_reference(text: str) -> Reference:
 
 
 def _find(reference: Reference) -> SourceModel:
-    return _read_source(reference, galleries.find(reference) if isinstance(reference, GalleryRef) else None)
+    return _read_source(galleries.find(reference) if isinstance(reference, GalleryRef) else reference)
 
 
-def _read_source(reference: Reference | None, entry: GalleryEntry | None) -> SourceModel:
+def _read_source(reference: Reference | GalleryEntry) -> SourceModel:
     """Read a source without holding a database connection."""
     if not connection.in_atomic_block:
         connection.close()
-    return async_to_sync(SourceFinder(conf.cluster()).find)(reference, entry)
+    return async_to_sync(SourceFinder(conf.cluster()).find)(reference)
 
 
 def _fit_choice(fleet: fits.FleetFit, choice: Choice) -> Row:

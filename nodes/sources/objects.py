@@ -66,9 +66,9 @@ async def read(store: Any, url: str, key: str, offset: int, length: int | None) 
     with translate_errors(url):
         async with asyncio.timeout(REQUEST_WITHIN):
             found = await obstore.get_async(store, key, options=options)
-    return SourceBody(
-        _pieces(found, url), offset, int(found.meta["size"]), str(found.meta.get("e_tag") or "")
-    )
+    total, validator = int(found.meta["size"]), str(found.meta.get("e_tag") or "")
+    # The library has refused a response with another range than the requested one.
+    return SourceBody(_pieces(found, url), offset, total, validator, has_ranges=options is not None)
 
 
 async def _pieces(found: Any, url: str) -> AsyncIterator[bytes]:

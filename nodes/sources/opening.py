@@ -15,16 +15,13 @@ from localai_cluster.kit.outbound import (
     AddressRefused,
     Outbound,
     SourceBody,
-    SourceBusy,
     SourceError,
-    SourceMissing,
-    SourceRefused,
     body_of,
     host_of,
 )
 from localai_cluster.kit.settings_table import ClusterSettings
 from localai_cluster.registries import references
-from localai_cluster.registries.access import Access, ImageMissing, RegistryError
+from localai_cluster.registries.access import Access
 from localai_cluster.registries.client import Registries
 from nodes.sources import objects
 from nodes.sources.plans import SHARE_PREFIX, SourceFile
@@ -122,8 +119,6 @@ class SourceFileOpener:
                     yield body_of(response, offset)
                 finally:
                     await response.aclose()
-        except RegistryError as error:
-            raise translate_registry_error(error) from error
         except (httpx.HTTPError, TimeoutError) as error:
             raise SourceError(
                 f"{reference.host}: {str(error)[:200] or 'connection lost'}", can_retry=True
@@ -134,13 +129,3 @@ class SourceFileOpener:
         bucket, _, key = url.removeprefix(objects.SCHEME).partition("/")
         store = await objects.store(self._settings, bucket)
         yield await objects.read(store, url, key, offset, length)
-
-
-def translate_registry_error(error: RegistryError) -> SourceError:
-    """Translate the error of a registry into a SourceError."""
-    if isinstance(error, ImageMissing):
-        return SourceMissing(error.message)
-    if not error.permanent:
-        return SourceBusy(error.message)
-    is_refusal = "refuses access" in error.message or "needs a credential" in error.message
-    return (SourceRefused if is_refusal else SourceError)(error.message)

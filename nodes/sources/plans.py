@@ -52,11 +52,6 @@ class ImportPlan:
     source: str
     """The displayable address of the model's source."""
 
-    @property
-    def size(self) -> int:
-        """The bytes of all files whose size is known."""
-        return sum(file.size for file in self.files)
-
     def as_payload(self) -> dict[str, Any]:
         """Return the plan as JSON."""
         return asdict(self)

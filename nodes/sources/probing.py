@@ -6,7 +6,6 @@ of a file that is imported. Quantizations of one model have the same figures, so
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,12 +14,12 @@ from dataclasses import dataclass
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.outbound import SourceError
 from nodes.definitions.headers import (
-    MAX_CONFIG_BYTES,
     Header,
     UnreadableHeader,
     parse_config_json,
     parse_figures,
     parse_header,
+    parse_json,
 )
 from nodes.definitions.sizes import tools_in_template
 from nodes.sources.opening import SourceOpener
@@ -128,14 +127,11 @@ def _check_length(content: bytes, total: int, file: SourceFile, read: int) -> No
 
 def config_header(content: bytes) -> tuple[Header, Mapping[str, object]]:
     """Return the header that a `config.json` describes, and its content; raise SourceError."""
-    problem = "too large" if len(content) > MAX_CONFIG_BYTES else untrusted.json_problem(content)
-    if problem:
-        raise SourceError(f"config.json is {problem}")
     try:
-        config = json.loads(content)
+        config = parse_json(content)
         return parse_config_json(config), config
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"config.json cannot be read: {str(error)[:100]}") from None
+    except UnreadableHeader as error:
+        raise SourceError(f"config.json cannot be read: {error}") from None
 
 
 def trained_context(header: Header | None, config: Mapping[str, object] | None = None) -> int:

@@ -24,7 +24,6 @@ from nodes.definitions import edit, store
 from nodes.definitions.files import MAX_FILE_BYTES
 from nodes.downloads.imports import request_import
 from nodes.loading import definition_removal
-from nodes.loading.definition_removal import RemovalRequest
 from nodes.models import DefinitionOrigin
 from nodes.sources import inspection
 from operations.ledger.admission import Requester
@@ -224,8 +223,8 @@ def _saved_text(options: Options, done: str) -> str:
 def remove(options: Options) -> str:
     """Request the deletion of a definition, and follow it to its end."""
     name = options["model"]
-    request = RemovalRequest(name, Requester(str(command_line.current_actor())), options["files"])
-    admission = definition_removal.request_removal(request, now=clock.now())
+    by = Requester(str(command_line.current_actor()))
+    admission = definition_removal.request_removal(name, by=by, with_files=options["files"], now=clock.now())
     job = admission.operation.id
     return following.follow_unless_detached(options, job, name, {"jobID": str(job)})
 

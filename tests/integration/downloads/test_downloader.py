@@ -7,12 +7,13 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localai_cluster.kit import clock, files
+from localai_cluster.kit import clock, conf, files
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.outbound import SourceBusy, SourceError, SourceMissing, SourceRefused
 from nodes.definitions.recorded_files import FileConflict
@@ -20,6 +21,7 @@ from nodes.downloads import downloader, partial_files
 from nodes.downloads.downloader import Download, DownloadedFile, DownloadMeter
 from nodes.downloads.partial_files import FOLDER, BeingDownloaded, DiskFull, FolderFailed, PartialFile
 from nodes.models import FileHash
+from nodes.sources.opening import SourceFileOpener, SourceOpener
 from nodes.sources.plans import SourceFile
 from tests.conftest import BUSY
 from tests.support.sources import LFS_POINTER, Refusal, Source, WebOpener, sha256_of, started
@@ -90,10 +92,11 @@ class Fetcher:
         connections: int = 4,
         may_replace: bool = False,
         url: str = "",
+        opener: SourceOpener | None = None,
     ) -> DownloadedFile:
         file = SourceFile(PATH, url or self.source.url("/m.gguf"), size, sha256)
         self.meter = DownloadMeter({PATH: size}, "the hub")
-        download = Download(file, self.models, WebOpener(), self.meter, connections, self.memory)
+        download = Download(file, self.models, opener or WebOpener(), self.meter, connections, self.memory)
         return await download.run(may_replace=may_replace)
 
     @property
@@ -128,6 +131,17 @@ async def test_a_file_comes_over_several_connections(
     assert len(source.sent_to("/m.gguf")) == 11
     row = FileHash.objects.get
     assert (await asyncio.to_thread(lambda: row(path=PATH).sha256)) == sha256
+
+
+async def test_an_object_of_a_store_comes_over_several_connections(source: Source, fetcher: Fetcher) -> None:
+    source.redirects, source.files["/bucket/m.gguf"] = False, DATA
+    opener = SourceFileOpener(replace(conf.cluster(), s3_endpoint=source.url("")))
+    fetched = await fetcher.fetch(len(DATA), url="s3://bucket/m.gguf", opener=opener)
+    assert fetched.sha256 == sha256_of(DATA)
+    assert whole(fetcher)
+    assert sorted(source.sent_to("/bucket/m.gguf"))[0] == f"bytes=0-{SPAN - 1}"
+    assert len(source.sent_to("/bucket/m.gguf")) == 11
+    assert "early" not in fetcher.meter.now
 
 
 async def test_an_unknown_size_is_learned(fetcher: Fetcher) -> None:

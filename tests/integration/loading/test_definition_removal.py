@@ -16,7 +16,7 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import store
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading import definition_removal, file_removal
-from nodes.loading.definition_removal import RemovalRequest, RemoveDefinition
+from nodes.loading.definition_removal import RemoveDefinition
 from nodes.models import ModelDefinition, NodeModel
 from nodes.replicas import unload_requests
 from operations.executor.work import Postpone, Work, in_thread, write_batch
@@ -48,7 +48,7 @@ def save(text: str = TEXT, **options: Any) -> ModelDefinition:
 
 
 def request(name: str = "m", *, files: bool = True) -> Admission:
-    return definition_removal.request_removal(RemovalRequest(name, Requester("ann"), files), now=clock.now())
+    return definition_removal.request_removal(name, by=Requester("ann"), with_files=files, now=clock.now())
 
 
 def claimed() -> Work:

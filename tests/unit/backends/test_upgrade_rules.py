@@ -24,13 +24,13 @@ OLD, NEW, THIRD = (f"sha256:{letter * 64}" for letter in "abc")
 IMAGE = "oci://images.test/backends/minilm:latest"
 
 
-def on(node: str, **said: str) -> InstalledOn:
-    return InstalledOn({"node_id": node, "node_name": node, "node_status": "healthy", **said})
+def on(node: str, gallery_url: str = "", **said: str) -> InstalledOn:
+    place = {"node_id": node, "node_name": node, "node_status": "healthy", **said}
+    return InstalledOn(place, gallery_url=gallery_url)
 
 
 def by_address(node: str) -> InstalledOn:
-    place = on(node, uri="/srv/minilm")
-    return dataclasses.replace(place, node={**place.node, "from_address": True})
+    return on(node, uri="/srv/minilm")
 
 
 def system(node: str, **said: str) -> InstalledOn:
@@ -73,15 +73,15 @@ def test_backends_are_merged_by_name_with_what_the_first_node_says() -> None:
         ({"version": "1"}, Offered("2"), True),
         # An older one in the gallery is a difference like any other.
         ({"version": "2"}, Offered("1"), True),
-        ({"uri": "/srv"}, Offered("1"), True),
+        ({"uri": "/srv", "gallery_url": "g"}, Offered("1"), True),
         # Versions decide where both sides have one, whatever the image.
         ({"version": "1", "digest": OLD}, Offered("1", IMAGE, (NEW,)), False),
         ({"digest": OLD}, Offered("", IMAGE, (OLD,)), False),
         ({"digest": OLD}, Offered("", IMAGE, (NEW,)), True),
         ({"digest": OLD}, Offered("", IMAGE, (NEW, OLD)), False),
-        ({"uri": IMAGE}, Offered("", IMAGE, (NEW,)), True),
+        ({"uri": IMAGE, "gallery_url": "g"}, Offered("", IMAGE, (NEW,)), True),
         ({"digest": OLD}, Offered("", IMAGE), False),
-        ({"uri": IMAGE}, Offered("", IMAGE), False),
+        ({"uri": IMAGE, "gallery_url": "g"}, Offered("", IMAGE), False),
         ({"digest": OLD}, Offered("", "/srv/minilm"), False),
         ({"version": "1"}, Offered("", "https://files.test/minilm.tar.gz"), False),
     ],
@@ -181,7 +181,7 @@ def test_an_image_is_known_by_its_form(uri: str, expected: bool) -> None:
 _TEXTS = st.sampled_from(["", "1", "2"])
 _BUILDS = st.lists(
     st.fixed_dictionaries(
-        {"version": _TEXTS, "digest": st.sampled_from(["", OLD, NEW]), "uri": st.just("x")}
+        {"version": _TEXTS, "digest": st.sampled_from(["", OLD, NEW]), "gallery_url": st.just("x")}
     ),
     min_size=1,
     max_size=7,
@@ -203,7 +203,7 @@ def test_the_majority_is_what_most_have_and_the_verdict_follows_from_it(
     found = upgrades([backend], {"minilm": offer})
     if backend.drifted and not (not offer.version and is_image(offer.uri) and not offer.digests):
         assert found
-    now = {"version": offer.version, "digest": "".join(offer.digests[:1]), "uri": "x"}
+    now = {"version": offer.version, "digest": "".join(offer.digests[:1]), "gallery_url": "x"}
     after = minilm(*(on(f"n{number}", **now) for number in range(len(builds))))
     assert not upgrades(after, {"minilm": offer})
     assert [one.backend.majority for one in upgrades([backend], {"minilm": offer})] == [

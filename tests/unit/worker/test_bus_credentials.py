@@ -111,3 +111,26 @@ async def test_without_an_answer_of_the_server_the_bus_is_dialled_on() -> None:
         credentials.refused()
         await settle()
         assert played.tries == 2
+
+
+@pytest.mark.rule("W4", "nats-9.3")
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_worker_that_becomes_pending_through_a_heartbeat_polls_for_its_approval(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was removed. Off the bus no heartbeat would find the approval."""
+    monkeypatch.setattr(registration, "FIRST_PENDING_POLL_SECONDS", 0.0)
+    played = Played(approved())
+    played.credentials.adopt(Registered("n1", "healthy", CLUSTER, nats_url="nats://10.0.0.1:4222"))
+    task = asyncio.create_task(played.credentials.run())
+    if is_refused:
+        played.credentials.refused()
+    await settle()
+    assert played.tries == 0
+    played.credentials.adopt(Registered("n2", "pending", CLUSTER))
+    await settle()
+    assert played.tries == 1
+    assert played.credentials.problem == ""
+    assert played.dialled[-1] is not None
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -16,6 +16,7 @@ from localai_cluster.worker.backend_store import START_FILE, BackendStore
 from localai_cluster.worker.commands import Commands, Pauses
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, StopFailed
+from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import PortAllocator
 
@@ -65,7 +66,8 @@ async def deleted(store: BackendStore, supervisor: EngineSupervisor) -> m.Delete
     """What the worker answers to the deletion of `b`."""
     bus: Any = Subscriptions()
     nothing = cast(Any, None)
-    commands = Commands(nothing, bus, store, supervisor, nothing, "i", Pauses(), lambda: None, nothing)
+    installs = InstallCommands(*[nothing] * 6)
+    commands = Commands(nothing, bus, store, supervisor, installs, "i", Pauses(), lambda: None, nothing)
     await commands.subscribe("n")
     subject = messages.subject("backend.delete", "n")
     answer = await bus.handlers[subject](Message(subject, encode(m.DeleteRequest("b")), True))

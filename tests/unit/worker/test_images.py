@@ -21,10 +21,11 @@ import zstandard
 
 from localai_cluster.kit.env import RegistrySetting
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit.outbound import SourceError
 from localai_cluster.kit.tls import context_with_ca
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import client, references
-from localai_cluster.registries.access import Access, RegistryError
+from localai_cluster.registries.access import Access
 from localai_cluster.registries.client import Registries, this_platform
 from localai_cluster.worker import archives, download, source_files
 from localai_cluster.worker.backend_store import BackendStore, read_metadata
@@ -211,7 +212,7 @@ async def test_a_digest_pins_an_image(setup: Setup) -> None:
     setup.registry.manifests["a/one", digest] = setup.registry.manifests[
         "a/one", setup.registry.push("a/one", [layer()])
     ]
-    with pytest.raises(RegistryError, match="sent another manifest"):
+    with pytest.raises(SourceError, match="sent another manifest"):
         await setup.install(f"a/one@{digest}")
 
 
@@ -342,7 +343,7 @@ async def test_a_token_service_elsewhere_gets_no_credential(setup: Setup, realm:
     setup.registry.with_tokens = True
     setup.registry.realm = realm
     setup.registry.push("a/one", [layer(RUN)])
-    with pytest.raises(RegistryError, match="name it as its realm in LOCALAI_REGISTRIES"):
+    with pytest.raises(SourceError, match="name it as its realm in LOCALAI_REGISTRIES"):
         await setup.install(access=named(setup.registry, realm=""))
     assert setup.registry.seen("token") == []
 
@@ -351,7 +352,7 @@ async def test_a_token_service_without_https_is_not_asked(setup: Setup) -> None:
     setup.registry.with_tokens = True
     setup.registry.realm = "http://elsewhere.test/token"
     setup.registry.push("a/one", [layer(RUN)])
-    with pytest.raises(RegistryError, match="not HTTPS"):
+    with pytest.raises(SourceError, match="not HTTPS"):
         await setup.install()
 
 
@@ -364,7 +365,7 @@ async def test_a_registry_with_a_ca_of_its_own(setup: Setup, tmp_path: Path) -> 
         secure.push("a/one", [layer(RUN)])
         setup.registry = secure
         access = Access([RegistrySetting(secure.host, USER, PASSWORD, plain_http=False)])
-        with pytest.raises(RegistryError, match="certificate"):
+        with pytest.raises(SourceError, match="certificate"):
             await setup.install(access=access)
         context = context_with_ca(str(authority.file))
         assert context is not None
@@ -395,7 +396,7 @@ async def test_the_proxy_of_the_environment_is_used(setup: Setup, monkeypatch: p
 async def test_basic_authentication(setup: Setup) -> None:
     setup.registry.basic = True
     setup.registry.push("a/one", [layer(RUN)])
-    with pytest.raises(RegistryError, match=r"add .* to LOCALAI_REGISTRIES"):
+    with pytest.raises(SourceError, match=r"add .* to LOCALAI_REGISTRIES"):
         await setup.install()
     await setup.install(access=named(setup.registry))
     assert {request.authorization for request in setup.registry.seen("storage")} == {""}
@@ -404,7 +405,7 @@ async def test_basic_authentication(setup: Setup) -> None:
 async def test_a_wrong_password_is_named(setup: Setup) -> None:
     setup.registry.with_tokens = setup.registry.private = True
     setup.registry.push("a/one", [layer(RUN)])
-    with pytest.raises(RegistryError, match="the credential is wrong"):
+    with pytest.raises(SourceError, match="the credential is wrong"):
         await setup.install()
 
 
@@ -466,12 +467,12 @@ async def test_a_reply_of_a_token_service_that_nests_deeply_is_refused() -> None
     reference = references.parse("r.test/a:1")
     assert reference is not None
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        with pytest.raises(RegistryError, match="levels deep"):
+        with pytest.raises(SourceError, match="levels deep"):
             await Registries(http, Access()).image(reference)
 
 
 async def test_an_unknown_image_and_one_without_a_start_file(setup: Setup) -> None:
-    with pytest.raises(RegistryError, match="has no a/gone with latest"):
+    with pytest.raises(SourceError, match="has no a/gone with latest"):
         await setup.install("a/gone")
     setup.registry.push("a/one", [layer(entry("bin/run.sh", b""))])
     with pytest.raises(InstallFailed, match=r"no run\.sh at its top"):
@@ -505,14 +506,14 @@ def test_credentials_of_a_config_file(tmp_path: Path) -> None:
     assert (hub.username, hub.password, local.username, local.password) == ("reader", "word", "u", "p")
     assert access.credential("other.test") is None
     for host in ("helped.test", "kept.test"):
-        with pytest.raises(RegistryError, match="helpers are not run"):
+        with pytest.raises(SourceError, match="helpers are not run"):
             access.credential(host)
     for host in ("odd.test", "token.test"):
-        with pytest.raises(RegistryError, match=host):
+        with pytest.raises(SourceError, match=host):
             access.credential(host)
     for text in ("nonsense", "[" * 1000, "\0"):
         path.write_text(text)
-        with pytest.raises(RegistryError, match="not JSON"):
+        with pytest.raises(SourceError, match="not JSON"):
             access.credential("x.test")
     path.unlink()
     assert access.credential("x.test") is None

@@ -15,6 +15,7 @@ from localai_cluster.messaging.bus import Message
 from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.worker import commands
 from localai_cluster.worker.commands import CATCH_UP_SECONDS, PAUSE_THRESHOLD_SECONDS, Commands, Pauses
+from localai_cluster.worker.install_commands import InstallCommands
 from tests.support.bus import PlayedBus
 from tests.support.effort import EFFORT
 from tests.support.message_faults import faulty
@@ -79,7 +80,8 @@ async def handlers(found: Pauses) -> dict[str, Any]:
     """Those of a worker that has nothing else: whatever begins fails."""
     bus = PlayedBus()
     nothing = cast(Any, None)
-    await Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: None, nothing).subscribe("n")
+    installs = InstallCommands(*[nothing] * 6)
+    await Commands(nothing, bus, nothing, nothing, installs, "i", found, lambda: None, nothing).subscribe("n")
     return bus.handlers
 
 
@@ -112,7 +114,8 @@ async def test_what_waits_when_another_server_is_served_is_never_begun() -> None
     found, last = ticked(after=1.0)
     bus, stops = PlayedBus(), []
     nothing = cast(Any, None)
-    served = Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: stops.append(1), nothing)
+    installs = InstallCommands(*[nothing] * 6)
+    served = Commands(nothing, bus, nothing, nothing, installs, "i", found, lambda: stops.append(1), nothing)
     await served.subscribe("n")
     former = dict(bus.handlers)
     await served.unsubscribe()

@@ -293,7 +293,7 @@ async def test_a_bus_that_wants_credentials_makes_no_worker_flood_a_frontend_tha
     chosen = credentials(bus, register_once=register_once)
     chosen.adopt(Registered("n", "healthy", STOCK))
     async with in_background(chosen.run()):
-        for _ in range(HOUR):
+        for _ in range(HOUR + 1):
             await asyncio.sleep(1)
             chosen.refused()
         assert "requires credentials" in chosen.problem
