@@ -2,7 +2,7 @@
 
 A handler returns a complete answer, or an answer that `play` sends piece by piece, such as an `EventStream`.
 A stream that fails before its first byte becomes an ordinary error response. If a process stops, requests
-whose answers have not begun get a 503 (`cancel_all_answers`).
+whose answers have not begun get a 503, and streams end with an error (`cancel_all_answers`).
 
 Authentication errors come before content errors. A request without any credential is refused before its body
 is read, unless it comes from a network that the operator admits without a key. A client that can send no
@@ -81,7 +81,7 @@ _answer_scopes: set[CancelOnStop] = set()
 
 
 def cancel_all_answers() -> None:
-    """Cancel all responses that have not begun, and all audio streams, because the process stops."""
+    """End all responses that have not begun, and all streams, because the process stops."""
     for scope in list(_answer_scopes):
         scope.cancel(Unavailable("this web process is stopping", retry_after=1))
 

@@ -279,12 +279,6 @@ async def start() -> None:
     await cancellation.wait_for(listening, _MAX_LISTEN_WAIT_SECONDS)
 
 
-async def end_waits() -> None:
-    """End all requests that wait for a load with 503; the loads continue."""
-    if _running_resources is not None:
-        await _running_resources.loads.close()
-
-
 async def stop() -> None:
     """Stop the gateway and release its resources. No request may be running."""
     global _running_resources
