@@ -14,7 +14,7 @@ from django.utils.functional import Promise
 from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import clock, conf, untrusted
-from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.kit.errors import ClusterError, InvalidInput, MethodNotAllowed
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -348,8 +348,15 @@ def error_answer(error: ClusterError) -> Answer:
 
 
 def error_headers(error: ClusterError) -> list[Header]:
+    return [(name.lower().encode(), value.encode()) for name, value in refusal_headers(error).items()]
+
+
+def refusal_headers(error: ClusterError) -> dict[str, str]:
+    """Return the headers of an error response: a challenge for 401, the methods for 405, or Retry-After."""
     if error.status == 401:
-        return [(b"www-authenticate", b"Bearer")]
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, MethodNotAllowed):
+        return {"Allow": error.allowed}
     if (seconds := getattr(error, "retry_after", None)) is not None:
-        return [(b"retry-after", str(max(math.ceil(seconds), 1)).encode())]
-    return []
+        return {"Retry-After": str(max(math.ceil(seconds), 1))}
+    return {}

@@ -19,7 +19,7 @@ from localai_cluster import gallery_index
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web import throttle, wire
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, translate_error
 from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.shapes import reference
 from nodes.api import worker_routes
@@ -87,8 +87,7 @@ class GalleryApplication:
             await _send(opened, receive, send)
 
     async def _open_file(self, scope: worker_routes.Scope) -> _OpenFile:
-        if scope["method"] != "GET":
-            raise worker_routes.method_not_allowed(scope["method"])
+        worker_routes.require_method(scope, "GET")
         headers = worker_routes.headers_of(scope)
         match = _PATH_PATTERN.match(scope["path"])
         try:
@@ -179,7 +178,7 @@ async def _send(opened: _OpenFile, receive: Any, send: Any) -> None:
 def _headers(error: errors.ClusterError) -> dict[str, str]:
     if isinstance(error, NoSuchRange):
         return {"Content-Range": f"bytes */{error.size}"}
-    return {**refusal_headers(error), **({"Allow": "GET"} if error.status == 405 else {})}
+    return wire.refusal_headers(error)
 
 
 _BYTES_CONTENT: Operation = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

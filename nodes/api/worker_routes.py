@@ -194,10 +194,10 @@ async def _is_from_user(scope: Scope) -> bool:
     return callers[0].is_authenticated
 
 
-def method_not_allowed(method: str) -> errors.ClusterError:
-    error = errors.InvalidInput(f'method "{method}" not allowed')
-    error.status = 405
-    return error
+def require_method(scope: Scope, allowed: str) -> None:
+    """Raise MethodNotAllowed if the request has another method."""
+    if scope["method"] != allowed:
+        raise errors.MethodNotAllowed(f'method "{scope["method"]}" not allowed', allowed)
 
 
 async def send_json(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:

@@ -28,7 +28,7 @@ from typing import Protocol, Self
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
 from localai_cluster.kit import clock, conf
-from localai_cluster.kit.errors import ClusterError, NotAuthenticated, Unavailable
+from localai_cluster.kit.errors import ClusterError, MethodNotAllowed, NotAuthenticated, Unavailable
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import bodies, throttle, wire
@@ -37,13 +37,6 @@ from nodes.gateway import gateway
 from nodes.gateway.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
-
-
-class MethodNotAllowed(ClusterError):
-    """The route does not support the HTTP method."""
-
-    status = 405
-    code = "method_not_allowed"
 
 
 class TooLarge(ClusterError):
@@ -184,13 +177,10 @@ class Endpoint:
             method = scope["method"]
             handler = self.handler if method == self.method else self.other_methods.get(method)
             if handler is None:
-                raise MethodNotAllowed(f"only {self.methods} is accepted here")
+                raise MethodNotAllowed(f"only {self.methods} is accepted here", self.methods)
             await self._read_body(request, scope, body)
             with _CancelOnDisconnect(receive):
                 return await self._handle(request, handler, send)
-        except MethodNotAllowed as error:
-            answer = render_error(error)
-            return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
                 error = await throttle.api_keys().note_in_thread(error, request.client_address)
