@@ -103,10 +103,6 @@ class BeatWriter:
         """Add the heartbeat to the next batch. A batch that cannot be written is lost."""
         self._batches.add(beat.key, beat)
 
-    async def wait_until_written(self) -> None:
-        """Wait until every heartbeat added so far has been written or lost."""
-        await self._batches.idle()
-
     async def _write(
         self, batch: Mapping[heartbeats.HeartbeatKey, Beat]
     ) -> Mapping[heartbeats.HeartbeatKey, Beat]:
@@ -144,10 +140,6 @@ class HeartbeatApplication:
         self._database = database
         self._gate = HeartbeatAuthenticator(database, identities)
         self._writer = BeatWriter(database)
-
-    async def wait_until_written(self) -> None:
-        """Wait until every accepted heartbeat has been written or lost."""
-        await self._writer.wait_until_written()
 
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:

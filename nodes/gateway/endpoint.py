@@ -28,7 +28,13 @@ from typing import Protocol, Self
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
 from localai_cluster.kit import clock, conf
-from localai_cluster.kit.errors import ClusterError, MethodNotAllowed, NotAuthenticated, Unavailable
+from localai_cluster.kit.errors import (
+    ClusterError,
+    InvalidInput,
+    MethodNotAllowed,
+    NotAuthenticated,
+    Unavailable,
+)
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import bodies, throttle, wire
@@ -145,8 +151,7 @@ class Endpoint:
             is_patient=self.is_patient,
             is_anthropic_client=self.render_error_for_anthropic is not None and is_anthropic_client(scope),
         )
-        limit = self.max_body_bytes or wire.MAX_BODY
-        body = bodies.Body(scope, receive, limit, _too_large_error if self.max_body_bytes else None)
+        body = bodies.Body(scope, receive, self.max_body_bytes or wire.MAX_BODY, self._too_large_error)
         try:
             with contextlib.suppress(wire.Disconnected):
                 answer = await self._answer(request, scope, body, receive, send)
@@ -188,12 +193,15 @@ class Endpoint:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return render_error(error)
 
+    def _too_large_error(self, limit: int) -> ClusterError:
+        message = f"the request body exceeds {limit} bytes"
+        return TooLarge(message) if self.max_body_bytes else InvalidInput(message, field="input")
+
     async def _read_body(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
         if self.has_form:
             await _confirm_early(request)
             kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
-            limit = self.max_body_bytes or wire.MAX_BODY
-            request.form = await bodies.read_form(body.receive, kind, limit, _too_large_error(limit))
+            request.form = await bodies.read_form(body, kind)
             return
         if request.key_hash and request.key_hash not in gateway.current().picker.confirmed_keys:
             if not _is_suspect(request):
@@ -237,10 +245,6 @@ async def _confirm_early(request: InferenceRequest) -> None:
     key_hash = request.key_hash
     await confirm(request)
     request.key_hash = key_hash
-
-
-def _too_large_error(limit: int) -> TooLarge:
-    return TooLarge(f"the request body exceeds {limit} bytes")
 
 
 def is_anthropic_client(scope: Scope) -> bool:

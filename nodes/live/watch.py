@@ -245,7 +245,6 @@ class NodeFeed:
         self.notices: list[Notice] = []
         self.revision_messages: dict[str, dict[str, Any]] = {}
         """Messages about changed lists, by message type."""
-        self.polls = 0
         self.watchers = 0
         self._running: asyncio.Task[None] | None = None
         self._turn = asyncio.Event()
@@ -383,7 +382,6 @@ class NodeFeed:
         if self._failing:
             log.info("nodes are read again")
             self._failing, self._readable_since = False, now
-        self.polls += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
         before, self.revision_messages = self.revision_messages, _revision_messages(snapshot)
