@@ -26,7 +26,7 @@ from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, f
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api import base, models
 from nodes.api.worker_routes import parse_id
-from nodes.backends import node_commands, worker_logs
+from nodes.backends import worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import folder
 from nodes.loading import load_request, wait
@@ -156,11 +156,7 @@ class LoadView(APIView):
         return _load_response(model, [operation], wait=fields.get("wait", True))
 
     def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
-        node = (
-            node_commands.find_node(base.require_node_id(fields["node_id"]))
-            if fields.get("node_id")
-            else None
-        )
+        node = base.require_ready_node(fields["node_id"]) if fields.get("node_id") else None
         operations = load_request.request_replicas(
             fields["model_name"],
             fields.get("replicas") or 1,

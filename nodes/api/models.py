@@ -30,8 +30,7 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import NODE_ID, ModelRoute, NodeView, job_example, require_node_id
-from nodes.backends import node_commands
+from nodes.api.base import NODE_ID, ModelRoute, NodeView, job_example, require_ready_node
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import files, folder
 from nodes.definitions.files import Definition
@@ -260,7 +259,7 @@ def run_and_respond(
     reasons of a failure.
     """
     fields = validate_body(shape, request)
-    node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
+    node = require_ready_node(node_id) if node_id is not None else None
     unload_request = UnloadRequest(
         fields["model_name"],
         requester_of(request),
