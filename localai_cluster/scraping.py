@@ -22,16 +22,9 @@ from prometheus_client.core import GaugeMetricFamily
 
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.principals import WrongKey
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import clock, conf, outage
 from localai_cluster.kit.addresses import Address
-from localai_cluster.kit.errors import (
-    ClusterError,
-    Forbidden,
-    MethodNotAllowed,
-    NotAuthenticated,
-    NotFound,
-    Unavailable,
-)
+from localai_cluster.kit.errors import ClusterError, Forbidden, MethodNotAllowed, NotAuthenticated, NotFound
 from localai_cluster.metrics import registries
 from localai_cluster.metrics.kinds import PREFIX
 from localai_cluster.web import throttle, wire
@@ -325,12 +318,10 @@ async def admit(scope: Scope) -> None:
         raise NotAuthenticated("a scraper's token or an admin's API key is required")
     if principals.secrets_equal(offered, conf.cluster().metrics_token):
         return
-    try:
+    with outage.unavailable_on(DatabaseError):
         principal = await database_sync_to_async(principals.owner_of, thread_sensitive=False)(
             principals.classify_credential(offered)
         )
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
     if not principal.is_authenticated:
         wrong = WrongKey("this token or API key is not valid")
         raise await throttle.api_keys().note_in_thread(wrong, wire.client_of(scope))

@@ -15,8 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.actors import of_principal
-from localai_cluster.kit import clock
-from localai_cluster.kit.errors import Forbidden, NotFound, Unavailable
+from localai_cluster.kit import clock, outage
+from localai_cluster.kit.errors import Forbidden, NotFound
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.definitions import files, folder
@@ -370,10 +370,8 @@ async def run_as_caller(request: InferenceRequest, change: Callable[[], T]) -> T
 
 async def run_database_call(call: Callable[[], T]) -> T:
     """Run `call` in a thread. Raise Unavailable if the database is not reachable."""
-    try:
+    with outage.unavailable_on(DatabaseError):
         return await in_thread(call)
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
 
 
 async def _unload_model(request: InferenceRequest, model: str) -> None:

@@ -15,7 +15,7 @@ from django.db import Error as DatabaseError
 
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.sessions import ACCESS_CHANNEL
-from localai_cluster.kit import cancellation, clock, conf, database_pool
+from localai_cluster.kit import cancellation, clock, conf, database_pool, outage
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient, ClientPool
@@ -54,12 +54,10 @@ async def find_definition(name: str) -> Definition:
     definitions of past loads, is needed and does not respond.
     """
     models = folder.folder()
-    try:
+    with outage.unavailable_on(DatabaseError):
         definition = await load_info.find_definition(models, name)
         if definition is None and name.endswith(_DEFAULT_TAG):
             definition = await load_info.find_definition(models, name.removesuffix(_DEFAULT_TAG))
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"
@@ -129,10 +127,8 @@ class Gateway:
         is_dead = isinstance(error, Refused | Lost) and not await self._is_responding(replica)
         if not (has_wrong_model or is_dead):
             return
-        try:
+        with outage.unavailable_on(*database_pool.UNREACHABLE_ERRORS):
             removed = await self.picker.exclude(replica, has_wrong_model=has_wrong_model)
-        except database_pool.UNREACHABLE_ERRORS as unreachable:
-            raise Unavailable("the database is not reachable", retry_after=2) from unreachable
         if removed:
             logger.warning(
                 "No more requests for the replica of %s at %s: %s",

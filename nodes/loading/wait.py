@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from django.db import DatabaseError
 
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.kit import cancellation, clock, conf
+from localai_cluster.kit import cancellation, clock, conf, outage
 from localai_cluster.kit.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.load_attempts import LoadFailed, refusals
 from nodes.loading.load_request import KIND
@@ -319,7 +319,7 @@ def _to_client_error(error: Exception) -> ClusterError:
         return Unavailable(error.message, retry_after=5)
     if isinstance(error, DatabaseError):
         logger.warning("Cannot follow a load: %s", error)
-        return Unavailable("the database is not reachable", retry_after=2)
+        return outage.unreachable_error()
     if isinstance(error, ClusterError):
         return error
     logger.error("Following a load failed", exc_info=error)
