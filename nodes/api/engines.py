@@ -5,7 +5,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from asgiref.sync import async_to_sync
@@ -16,7 +15,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import IsUser, principal
-from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested_error
@@ -32,11 +31,9 @@ from nodes.definitions import folder
 from nodes.loading import load_request, wait
 from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeModel
-from nodes.models.replica import load_key
 from nodes.registry import dial_targets
-from nodes.replicas import fleet_queries, unload_requests
+from nodes.replicas import unload_requests
 from operations.api.serializers import requester_of
-from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation, Status
 
 STATUS_TIMEOUT = 5.0
@@ -141,18 +138,9 @@ class LoadView(APIView):
             raise errors.NotFound(f"model {model} is not defined")
         if fields.get("replicas") or fields.get("node_id"):
             return self._load_more(request, fields)
-        if fleet_queries.is_served(model):
+        operation = load_request.request_load(model, requester_of(request))
+        if operation is None:
             return Response(MODEL_LOADED_SHAPE.of(loaded=[model], message=f"model {model} is loaded"))
-        now = clock.now()
-        wanted_load = OperationRequest(
-            load_request.KIND,
-            key=load_key(model),
-            element=model,
-            payload={"model": model},
-            by=requester_of(request),
-            needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
-        )
-        operation = admit(wanted_load, now=now).operation
         return _load_response(model, [operation], wait=fields.get("wait", True))
 
     def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
