@@ -28,6 +28,7 @@ from nodes.api.worker_routes import parse_id
 from nodes.backends import worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import folder
+from nodes.gateway import gateway
 from nodes.loading import load_request, wait
 from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeModel
@@ -157,7 +158,7 @@ class LoadView(APIView):
 def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
     """Return 200 if all loads have ended, 202 if one is still running. Raise LoadFailed."""
     if wait:
-        until = clock.monotonic() + models.MAX_WAIT_SECONDS
+        until = clock.monotonic() + gateway.MAX_WAIT_SECONDS
         operations = [
             models.wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
         ]

@@ -10,6 +10,7 @@ import logging
 import math
 from dataclasses import dataclass
 from types import TracebackType
+from uuid import UUID
 
 from django.db import Error as DatabaseError
 
@@ -31,7 +32,8 @@ from nodes.loading.wait import Loads, may_see_nodes
 from nodes.registry import heartbeats
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
-from operations.executor.work import WakeUps
+from operations.executor.work import WakeUps, in_thread
+from operations.models import TERMINAL, Operation
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +247,24 @@ def attempts(request: InferenceRequest) -> Attempts:
 def wake_ups() -> WakeUps:
     """Return the wake-ups of requests that wait in this process; before `start` they wake nobody."""
     return _running_resources.loads.wake_ups if _running_resources is not None else WakeUps()
+
+
+MAX_WAIT_SECONDS = 90.0
+"""Seconds that a request waits for its operation: enough for the usual grace and a worker's stop."""
+_POLL_SECONDS = 2.0
+"""Seconds between two reads of the operation without a wake-up."""
+
+
+async def wait_for_end(operation_id: UUID, seconds: float) -> Operation | None:
+    """Wait up to `seconds` until the operation ends; return it as read last, or None without a row."""
+    until = clock.monotonic() + seconds
+    with wake_ups().watch(operation_id) as watch:
+        while True:
+            operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
+            remaining = until - clock.monotonic()
+            if operation is None or operation.status in TERMINAL or remaining <= 0:
+                return operation
+            await watch.changed(timeout=min(remaining, _POLL_SECONDS))
 
 
 _MAX_LISTEN_WAIT_SECONDS = 1.0
