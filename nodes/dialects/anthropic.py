@@ -32,9 +32,8 @@ from nodes.dialects.openai_messages import (
     FunctionName,
     Tool,
     check_tools,
-    encode_json,
+    encode_schema,
 )
-from nodes.gateway import schemas
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
@@ -43,6 +42,7 @@ from nodes.gateway.generation import (
     Sampling,
     TextDelta,
     Usage,
+    last_delta,
     total_usage,
 )
 
@@ -220,8 +220,7 @@ def _convert_tool_choice(choice: ToolChoice | None) -> Choice | None:
 def _output_schema_json(config: OutputConfig | None) -> str:
     if config is None or config.format is None:
         return ""
-    schemas.check_schemas([(config.format.schema, "output_config.format.schema")])
-    return encode_json(config.format.schema)
+    return encode_schema(config.format.schema, "output_config.format.schema")
 
 
 _STOP_REASON_BY_FINISH = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -253,7 +252,7 @@ def render_error(error: ClusterError) -> Answer:
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the body of a complete response."""
     content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
-    last = next((delta for delta in deltas if delta.finish), TextDelta(0, finish="stop"))
+    last = last_delta(deltas)
     message = _empty_message(head, total_usage(deltas, 1)) | {"content": content} | _render_end(last)
     return msgspec.json.encode(MessageResponse(**message))
 

@@ -24,8 +24,16 @@ from nodes.dialects.openai_common import (
     Text,
     UsageBody,
 )
-from nodes.dialects.openai_messages import Choice, Messages, Name, Tools, check_tools, encode_json
-from nodes.gateway import generation, schemas
+from nodes.dialects.openai_messages import (
+    Choice,
+    Messages,
+    Name,
+    Tools,
+    check_tools,
+    encode_json,
+    encode_schema,
+)
+from nodes.gateway import generation
 from nodes.gateway.generation import (
     NO_ARGUMENTS,
     Conversation,
@@ -163,8 +171,7 @@ def _response_schema_json(body: ChatBody) -> str:
     if not isinstance(body.response_format, JsonOfSchema):
         return ""
     schema = body.response_format.json_schema.schema
-    schemas.check_schemas([(schema or {}, "response_format.json_schema.schema")])
-    return encode_json(schema or {"type": "object"})
+    return encode_schema(schema or {"type": "object"}, "response_format.json_schema.schema")
 
 
 def render_chat(head: Head, deltas: Sequence[TextDelta]) -> bytes:
@@ -220,18 +227,12 @@ class ChatChunks(CompletionEvents):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
-        self._started_choices: set[int] = set()
         self._calls: dict[tuple[int, int], bool] = {}
         """(choice, call index) -> True if any arguments were sent."""
 
-    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the encoded chunks for these deltas."""
-        return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
-
-    def _render_chunks(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         chunks = []
-        if delta.choice not in self._started_choices:
-            self._started_choices.add(delta.choice)
+        if is_first:
             chunks.append(self._choice_chunk(delta.choice, {"role": "assistant", "content": ""}))
         if content := self._render_content(delta):
             chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
@@ -429,18 +430,12 @@ class CompletionChunks(CompletionEvents):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._lengths = [0] * head.generation.choices
-        self._started_choices: set[int] = set()
 
-    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the encoded chunks for these deltas."""
-        return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
-
-    def _render_chunks(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         logprobs = _render_logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         text = delta.text
-        if delta.choice not in self._started_choices:
-            self._started_choices.add(delta.choice)
+        if is_first:
             text = _echoed_prompt(self._head.generation, delta.choice) + text
         choice = {
             "index": delta.choice,

@@ -192,10 +192,24 @@ class CompletionEvents(Chunks):
 
     def __init__(self, head: Head) -> None:
         self._head = head
+        self._started: set[int] = set()
+        """The choices that have begun."""
         self._ended: list[TextDelta] = []
         common = {"id": head.id, "object": self.object_name, "created": head.created}
         # Encoded once, because most of a chunk is the same for every token.
         self._begin = b"data: " + wire.encode(common | {"model": head.generation.model})[:-1] + b',"choices":'
+
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the encoded chunks for these deltas."""
+        chunks = []
+        for delta in deltas:
+            chunks += self._render_delta(delta, is_first=delta.choice not in self._started)
+            self._started.add(delta.choice)
+        return b"".join(chunks)
+
+    @abstractmethod
+    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
+        """Return the chunks for a delta; `is_first` is True for the first delta of its choice."""
 
     def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> bytes:
         end = b',"usage":' + wire.encode(usage) if self._head.generation.usage_in_stream else b""

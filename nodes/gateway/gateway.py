@@ -67,6 +67,13 @@ async def find_definition(name: str) -> Definition:
     return definition
 
 
+async def find_model(request: InferenceRequest, name: str) -> Definition:
+    """Return the definition that the request is for, and set the request's model; raise like the above."""
+    definition = await find_definition(name)
+    request.model = definition.name
+    return definition
+
+
 MAX_REPLICA_ATTEMPTS = 4
 """Maximum number of replicas on which one request is tried."""
 MAX_LOADS_PER_REQUEST = 3

@@ -301,6 +301,11 @@ def merge_tool_calls(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
     ]
 
 
+def last_delta(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return the delta that ends the only choice of a response."""
+    return next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
+
+
 def total_usage(deltas: Iterable[TextDelta], n: int) -> Usage:
     """Return the token usage of the whole request. A prompt with several choices counts once."""
     usages = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
