@@ -37,6 +37,7 @@ from nodes.dialects.openai_messages import (
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
+    Events,
     Generation,
     Head,
     Sampling,
@@ -316,8 +317,11 @@ def _render_event(kind: str, **content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **content}))
 
 
-class MessageEvents:
+class MessageEvents(Events):
     """Renders one streamed message as Anthropic's server-sent events."""
+
+    keep_alive = _render_event("ping")
+    done = _render_event("message_stop")
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -356,10 +360,4 @@ class MessageEvents:
         return b"event: error\ndata: " + wire.encode(_error_envelope(error)) + b"\n\n"
 
 
-DIALECT = Dialect(
-    parse_request,
-    MessageEvents,
-    render_response,
-    done=_render_event("message_stop"),
-    keep_alive=_render_event("ping"),
-)
+DIALECT = Dialect(parse_request, MessageEvents, render_response)

@@ -34,6 +34,7 @@ from nodes.gateway.generation import (
     ConversationMessage,
     Dialect,
     Durations,
+    Events,
     Generation,
     Head,
     MergedChoice,
@@ -353,8 +354,11 @@ def response_renderer(
     return render_response
 
 
-class OllamaLines:
+class OllamaLines(Events):
     """Renders one streamed response as lines of JSON."""
+
+    kind = LINES_CONTENT_TYPE
+    keep_alive = b" "
 
     def __init__(self, head: Head, response: type[LastLine], render: Renderer) -> None:
         self._response = response
@@ -392,11 +396,7 @@ def _make_dialect(
     read: Callable[[Mapping[str, Any]], generation.Generation], response: type[LastLine], render: Renderer
 ) -> Dialect:
     return Dialect(
-        read,
-        lambda head: OllamaLines(head, response, render),
-        response_renderer(response, render),
-        kind=LINES_CONTENT_TYPE,
-        keep_alive=b" ",
+        read, lambda head: OllamaLines(head, response, render), response_renderer(response, render)
     )
 
 

@@ -14,7 +14,6 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common, openai_messages
 from nodes.dialects.openai_common import (
-    DONE_EVENT,
     MAX_CHOICES,
     CompletionEvents,
     FinishReason,
@@ -283,7 +282,7 @@ class ChatChunks(CompletionEvents):
         return self._chunk([choice])
 
 
-CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE_EVENT)
+CHAT = Dialect(parse_chat, ChatChunks, render_chat)
 
 
 DEFAULT_MAX_TOKENS = 16
@@ -446,4 +445,4 @@ class CompletionChunks(CompletionEvents):
         return [self._chunk([choice]), *(self._end_choice(delta) if delta.finish else [])]
 
 
-COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion, DONE_EVENT)
+COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion)

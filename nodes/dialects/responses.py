@@ -39,6 +39,7 @@ from nodes.dialects.responses_input import (
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
+    Events,
     Generation,
     Head,
     Sampling,
@@ -293,7 +294,7 @@ def _render_part(head: Head, block: Block) -> Json:
     return part | ({"logprobs": block.logprobs} if head.generation.sampling.logprobs else {})
 
 
-class ResponseEvents:
+class ResponseEvents(Events):
     """Renders one streamed response as OpenAI's numbered events."""
 
     def __init__(self, head: Head) -> None:

@@ -20,7 +20,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Header, Outgoing, Send
 from nodes.gateway import generate
 from nodes.gateway.endpoint import CancelOnStop
-from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelta
+from nodes.gateway.generation import Dialect, Events, Head, Pipe, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
 KEEP_ALIVE_SECONDS = 5.0
@@ -36,10 +36,10 @@ class EventStream:
     """One streamed response; `play` reads its deltas and sends the events."""
 
     def __init__(
-        self, request: InferenceRequest, rendering: StreamFormat, deltas: AsyncGenerator[TextDelta, None]
+        self, request: InferenceRequest, events: Events, deltas: AsyncGenerator[TextDelta, None]
     ) -> None:
         self._request = request
-        self._rendering = rendering
+        self._events = events
         self._deltas = deltas
         self._pipe = Pipe()
         self._is_quiet = False
@@ -69,9 +69,9 @@ class EventStream:
         except ClusterError as error:
             if not self._has_started:
                 raise
-            return error.status, last + self._rendering.events.render_failure(error)
+            return error.status, last + self._events.render_failure(error)
         await self._send_head(client)
-        return 200, last + self._rendering.done
+        return 200, last + self._events.done
 
     async def _read_deltas(self) -> None:
         try:
@@ -99,7 +99,7 @@ class EventStream:
             if deltas:
                 self._is_quiet = False
                 await self._send_head(client)
-                events = self._rendering.events.render(deltas)
+                events = self._events.render(deltas)
                 if is_last:
                     return events
                 await client.body(events)
@@ -116,12 +116,12 @@ class EventStream:
             self._quiet_replica = self._request.replica
             return
         await self._send_head(client)
-        await client.body(self._rendering.keep_alive)
+        await client.body(self._events.keep_alive)
 
     async def _send_head(self, client: Outgoing) -> None:
         if not self._has_started:
             self._has_started = True
-            kind = (b"content-type", self._rendering.kind)
+            kind = (b"content-type", self._events.kind)
             await client.head([kind, *_STREAM_HEADERS, *node_header(self._request)])
 
 
@@ -155,7 +155,7 @@ async def respond(
         deltas = generate.stream(request, head.generation)
         if keep is not None:
             deltas = _store_after_last_delta(deltas, head, keep)
-        return EventStream(request, dialect.stream_format(head), deltas)
+        return EventStream(request, dialect.events(head), deltas)
     response = await generate.generate(request, head.generation)
     if keep is not None:
         await keep(head, response)
