@@ -268,13 +268,6 @@ def _model_details(definition: Definition) -> ModelDetails:
     )
 
 
-REFUSED_PATHS = {
-    "push": "Publish a model",
-    "blobs/{digest}": "Upload a file of a model",
-}
-"""Refused routes of Ollama's API: the path after `/api/`, and a summary."""
-
-
 class PullBody(msgspec.Struct, frozen=True):
     """The body of a pull request; `model` and the older field `name` name the model."""
 

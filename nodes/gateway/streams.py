@@ -26,7 +26,7 @@ from nodes.gateway.request import InferenceRequest, Replica, node_header
 KEEP_ALIVE_SECONDS = 5.0
 """Seconds without a byte to the client after which a keep-alive is sent."""
 # Proxies must not buffer the pieces.
-_STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 StoreResponse = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
 """Stores the deltas of a response before the client gets the last delta."""
@@ -122,7 +122,7 @@ class EventStream:
         if not self._has_started:
             self._has_started = True
             kind = (b"content-type", self._events.kind)
-            await client.head([kind, *_STREAM_HEADERS, *node_header(self._request)])
+            await client.head([kind, *STREAM_HEADERS, *node_header(self._request)])
 
 
 PIECE_BYTES = 256 * 1024
