@@ -22,9 +22,9 @@ from prometheus_client.core import GaugeMetricFamily
 
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.principals import WrongKey
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import clock, conf, outage
 from localai_cluster.kit.addresses import Address
-from localai_cluster.kit.errors import ClusterError, Forbidden, NotAuthenticated, NotFound, Unavailable
+from localai_cluster.kit.errors import ClusterError, Forbidden, MethodNotAllowed, NotAuthenticated, NotFound
 from localai_cluster.metrics import registries
 from localai_cluster.metrics.kinds import PREFIX
 from localai_cluster.web import throttle, wire
@@ -273,13 +273,6 @@ METRICS_PATH, NODE_METRICS_PATH = "/metrics", "/metrics/nodes"
 _RESPONSE_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
-class MetricsMethodNotAllowed(ClusterError):
-    """The request has another method than GET."""
-
-    status = 405
-    code = "method_not_allowed"
-
-
 class MetricsSource(Protocol):
     """A source of metrics beside the process's own metrics."""
 
@@ -303,8 +296,7 @@ class MetricsApplication:
             answer = await self._answer(scope)
         except ClusterError as error:
             refused = wire.error_answer(error)
-            allow = ((b"allow", b"GET"),) if error.status == 405 else ()
-            answer = Answer(refused.body, refused.status, (*refused.headers, *allow, *_RESPONSE_HEADERS))
+            answer = Answer(refused.body, refused.status, (*refused.headers, *_RESPONSE_HEADERS))
         await wire.send_answer(send, answer)
 
     async def _answer(self, scope: Scope) -> Answer:
@@ -312,7 +304,7 @@ class MetricsApplication:
             raise NotFound(f"only {self._path} is here")
         await admit(scope)
         if scope["method"] != "GET":
-            raise MetricsMethodNotAllowed("only GET is accepted here")
+            raise MethodNotAllowed("only GET is accepted here", "GET")
         additional = await self._source.families() if self._source else ()
         # In a thread: a hundred models make thousands of lines, and requests must not wait for them.
         body = await asyncio.to_thread(registries.text, self._process, tuple(additional))
@@ -326,12 +318,10 @@ async def admit(scope: Scope) -> None:
         raise NotAuthenticated("a scraper's token or an admin's API key is required")
     if principals.secrets_equal(offered, conf.cluster().metrics_token):
         return
-    try:
+    with outage.unavailable_on(DatabaseError):
         principal = await database_sync_to_async(principals.owner_of, thread_sensitive=False)(
             principals.classify_credential(offered)
         )
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
     if not principal.is_authenticated:
         wrong = WrongKey("this token or API key is not valid")
         raise await throttle.api_keys().note_in_thread(wrong, wire.client_of(scope))

@@ -33,8 +33,8 @@ from rest_framework.authentication import CSRFCheck
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import ANONYMOUS, KeyUser, Principal, WrongKey
-from localai_cluster.kit import conf
-from localai_cluster.kit.errors import Forbidden, NotAuthenticated, Unavailable
+from localai_cluster.kit import conf, outage
+from localai_cluster.kit.errors import Forbidden, NotAuthenticated
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Scope
 
@@ -107,10 +107,8 @@ async def principal_of_request(scope: Scope) -> Principal:
     Forbidden for a request from another origin, PasswordChangeRequired while the user has the generated
     password.
     """
-    try:
+    with outage.unavailable_on(DatabaseError):
         return await database_sync_to_async(_read_session)(scope)
-    except DatabaseError as unreachable:
-        raise Unavailable("the database is not reachable", retry_after=2) from unreachable
 
 
 class NoSuchSession(WrongKey):

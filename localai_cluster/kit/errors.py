@@ -58,6 +58,17 @@ class NotFound(ClusterError):
     code = "not_found"
 
 
+class MethodNotAllowed(ClusterError):
+    """The route does not support the HTTP method; `allowed` is the value of the header `Allow`."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
 class Conflict(ClusterError):
     """The present state does not allow that."""
 

@@ -1,4 +1,4 @@
-"""Outages of the database: their detection in errors, and their short log lines.
+"""Outages of the database: their detection in errors, their error for callers, and their short log lines.
 
 An outage is expected and ends by itself: code that needs the database retries, and the rows decide how it
 continues. Tracebacks of an outage would hide other errors, so `OneLineOutages` makes each of them a warning
@@ -9,12 +9,14 @@ import errno
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import django.db
 import psycopg
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, disk
+from localai_cluster.kit.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,20 @@ def is_outage(error: BaseException | None) -> bool:
     state = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
     # Without a state no server responded at all; class 08 is a connection error.
     return state is None or state.startswith("08") or state in _SERVER_STOP_SQLSTATES
+
+
+def unreachable_error() -> Unavailable:
+    """Return the error for callers while the database is unreachable."""
+    return Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
+
+
+@contextmanager
+def unavailable_on(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise Unavailable in place of an error of these kinds, because the database is unreachable."""
+    try:
+        yield
+    except kinds as error:
+        raise unreachable_error() from error
 
 
 class OneLineOutages(logging.Filter):

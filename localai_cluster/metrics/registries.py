@@ -11,8 +11,7 @@ usage.
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Info, Metric, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -32,21 +31,8 @@ FIGURES: Mapping[str, tuple[MetricWrapperBase, ...]] = {
 """Metrics of each kind of process."""
 
 
-class Build(Collector):
-    """Prometheus collector of `build_info`: kind and version of this process."""
-
-    NAME = PREFIX + "build_info"
-    MEANING = "Always 1; the labels are the process and its version."
-    LABELS = ("process", "version")
-
-    def __init__(self, process: str) -> None:
-        self._process = process
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metric with its only sample."""
-        family = GaugeMetricFamily(self.NAME, self.MEANING, labels=self.LABELS)
-        family.add_metric([self._process, __version__], 1)
-        return [family]
+BUILD_NAME = PREFIX + "build"
+BUILD_MEANING = "Always 1; the labels are the process and its version."
 
 
 class _SharedCollector(Collector):
@@ -69,7 +55,8 @@ class _SharedCollector(Collector):
 def registry(process: str) -> CollectorRegistry:
     """Return a registry with the metrics of this kind of process."""
     metrics_registry = CollectorRegistry()
-    metrics_registry.register(Build(process))
+    build = Info(BUILD_NAME, BUILD_MEANING, registry=metrics_registry)
+    build.info({"process": process, "version": __version__})
     if SHARED_FOLDER:
         metrics_registry.register(_SharedCollector(FIGURES[process]))
         return metrics_registry

@@ -22,7 +22,6 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Receive
 
 FIRST_PART_BYTES = 16 * 1024
 """Maximum bytes of a body that are read before its sender is authenticated."""
@@ -32,6 +31,8 @@ _DISCARD_SECONDS = 5.0
 """Seconds for which the rest of a body is read and dropped after an early response."""
 _MAX_DISCARDED_BYTES = 16 * 1024 * 1024
 """Maximum bytes of the rest of a body that are read and dropped."""
+SPOOL_WRITE_BYTES = 1024 * 1024
+"""Minimum bytes of a write of `Body.spool`, except for the last write."""
 
 
 def too_many_bodies() -> Unavailable:
@@ -64,40 +65,31 @@ shared_budget = Budget(MAX_HELD_BYTES)
 class Body:
     """The body of one request. Call `release` after its bytes were passed on or dropped.
 
-    Reading raises the error of `too_large` above `limit` bytes, Unavailable if the budget is exceeded, and
-    wire.Disconnected if the client disconnects before the end.
+    Reading raises the error of `too_large` above `limit` bytes, Unavailable if the budget of the process is
+    exceeded, and wire.Disconnected if the client disconnects before the end.
     """
 
-    __slots__ = ("_budget", "_limit", "_parts", "_receive", "_scope", "_size", "_too_large", "is_complete")
+    __slots__ = ("_limit", "_parts", "_receive", "_scope", "_size", "_too_large", "is_complete")
 
     def __init__(
-        self,
-        scope: wire.Scope,
-        receive: wire.Receive,
-        limit: int = wire.MAX_BODY,
-        too_large: Callable[[int], ClusterError] | None = None,
-        budget: Budget = shared_budget,
+        self, scope: wire.Scope, receive: wire.Receive, limit: int, too_large: Callable[[int], ClusterError]
     ) -> None:
         self._scope = scope
         self._receive = receive
         self._limit = limit
         self._too_large = too_large
-        self._budget = budget
         self._parts: list[bytes] = []
         self._size = 0
         self.is_complete = False
 
-    async def receive(self) -> wire.Message:
-        """Return the client's next message without counting its bytes.
-
-        This is for readers that do not keep the body in memory.
-        """
+    async def _receive_part(self) -> bytes:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self.is_complete = True
             raise wire.Disconnected
         self.is_complete = not message.get("more_body", False)
-        return message
+        part: bytes = message.get("body", b"")
+        return part
 
     def declared_size(self) -> int | None:
         """The size that the headers declare: 0 for no body, None if it is unknown."""
@@ -124,22 +116,33 @@ class Body:
         return b"".join(self._parts)
 
     async def _read_part(self) -> None:
-        message = await self.receive()
-        part: bytes = message.get("body", b"")
+        part = await self._receive_part()
         self._size += len(part)
-        self._budget.held += len(part)
+        shared_budget.held += len(part)
         if self._size > self._limit:
-            if self._too_large is not None:
-                raise self._too_large(self._limit)
-            raise InvalidInput(f"the request body exceeds {self._limit} bytes", field="input")
-        if self._size > FIRST_PART_BYTES and self._budget.is_exceeded:
+            raise self._too_large(self._limit)
+        if self._size > FIRST_PART_BYTES and shared_budget.is_exceeded:
             raise too_many_bodies()
         self._parts.append(part)
 
     def release(self) -> None:
         """Give the bytes of this body back to the budget."""
-        self._budget.held -= self._size
+        shared_budget.held -= self._size
         self._parts, self._size = [], 0
+
+    async def spool(self, file: IO[bytes]) -> int:
+        """Write the body to a file; return its size. It does not count for the budget."""
+        buffer, size = bytearray(), 0
+        while not self.is_complete:
+            part = await self._receive_part()
+            size += len(part)
+            if size > self._limit:
+                raise self._too_large(self._limit)
+            buffer += part
+            if len(buffer) >= SPOOL_WRITE_BYTES or self.is_complete:
+                await asyncio.to_thread(file.write, bytes(buffer))
+                buffer.clear()
+        return size
 
     async def answer(self, send: wire.Send, answer: wire.Answer) -> None:
         """Send a response. Close the connection if a long part of the body is unread.
@@ -163,7 +166,7 @@ class Body:
     async def _discard(self) -> None:
         discarded = 0
         while not self.is_complete and discarded < _MAX_DISCARDED_BYTES:
-            discarded += len((await self.receive()).get("body", b""))
+            discarded += len(await self._receive_part())
 
 
 MAX_DJANGO_BODY_BYTES = 1024 * 1024
@@ -244,8 +247,6 @@ def _without_charset(name: bytes, value: bytes) -> bytes:
 
 
 FORM_TYPE = "multipart/form-data"
-SPOOL_WRITE_BYTES = 1024 * 1024
-"""Minimum bytes of a write to the spool file, except for the last write."""
 
 
 @dataclass(frozen=True)
@@ -270,38 +271,19 @@ class Form:
             upload.file.close()
 
 
-async def read_form(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
+async def read_form(body: Body, kind: str) -> Form:
     """Return the form in a request's body; `kind` is its content type.
 
-    Raise the error of `too_large` above `limit` bytes, InvalidInput if the body is not a form, Unavailable if
-    the disk is full, Disconnected if the client disconnects before the end.
+    Raise InvalidInput if the body is not a form, Unavailable if the disk is full.
     """
     if kind.partition(";")[0].strip().lower() != FORM_TYPE:
         raise InvalidInput(f"the body must be {FORM_TYPE}")
     try:
-        with tempfile.TemporaryFile() as body:
-            size = await _spool_body(receive, body, limit, too_large)
-            return await asyncio.to_thread(_parse_form, body, kind, size)
+        with tempfile.TemporaryFile() as file:
+            size = await body.spool(file)
+            return await asyncio.to_thread(_parse_form, file, kind, size)
     except OSError as error:
         raise Unavailable(f"the form cannot be kept: {error.strerror}") from error
-
-
-async def _spool_body(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:
-    buffer, size, has_more = bytearray(), 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise wire.Disconnected
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_large
-        buffer += part
-        has_more = message.get("more_body", False)
-        if len(buffer) >= SPOOL_WRITE_BYTES or not has_more:
-            await asyncio.to_thread(body.write, bytes(buffer))
-            buffer.clear()
-    return size
 
 
 class _UnnamedFileHandler(FileUploadHandler):

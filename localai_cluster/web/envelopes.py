@@ -7,7 +7,6 @@ a worker whose token or secret is wrong (`flat_auth`). Every error response is J
 
 import logging
 from collections.abc import Callable, Mapping
-from math import ceil
 from typing import Any
 
 from django.core.exceptions import PermissionDenied, RequestDataTooBig, SuspiciousOperation
@@ -20,7 +19,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView, set_rollback
 
 from localai_cluster.kit import disk, errors, names, outage
-from localai_cluster.web.wire import MALFORMED_MESSAGE
+from localai_cluster.web.wire import MALFORMED_MESSAGE, refusal_headers
 
 log = logging.getLogger(__name__)
 
@@ -131,15 +130,6 @@ def _make_error(status: int, message: str) -> errors.ClusterError:
     error = errors.ClusterError(message)
     error.status = status
     return error
-
-
-def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
-    """Return the headers of an error response: a challenge for 401, or Retry-After."""
-    if error.status == 401:
-        return {"WWW-Authenticate": "Bearer"}
-    if (seconds := getattr(error, "retry_after", None)) is not None:
-        return {"Retry-After": str(max(ceil(seconds), 1))}
-    return {}
 
 
 def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:

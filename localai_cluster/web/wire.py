@@ -14,7 +14,7 @@ from django.utils.functional import Promise
 from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import clock, conf, untrusted
-from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.kit.errors import ClusterError, InvalidInput, MethodNotAllowed
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -113,10 +113,10 @@ def client_of(scope: Scope) -> str:
     return str((scope.get("client") or [""])[0])
 
 
-async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterError | None = None) -> bytes:
+async def _read_body(receive: Receive, limit: int, too_large: ClusterError) -> bytes:
     """Return the body of a request.
 
-    Raise the error of `too_large` above `limit` bytes, Disconnected if the client disconnects before the end.
+    Raise `too_large` above `limit` bytes, Disconnected if the client disconnects before the end.
     """
     parts: list[bytes] = []
     size = 0
@@ -127,7 +127,7 @@ async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterE
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise too_large or InvalidInput(f"the request body exceeds {limit} bytes", field="input")
+            raise too_large
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
@@ -244,7 +244,7 @@ async def read_json_object(receive: Receive, content_type: str, limit: int) -> d
     """
     too_large = InvalidInput(f"the request body is over {limit // 1024} kB")
     too_large.status = 413
-    raw = await read_body(receive, limit, too_large)
+    raw = await _read_body(receive, limit, too_large)
     value = parse_json(raw) if not raw or is_json(content_type) else None
     if not isinstance(value, dict):
         raise InvalidInput(MALFORMED_MESSAGE)
@@ -348,8 +348,15 @@ def error_answer(error: ClusterError) -> Answer:
 
 
 def error_headers(error: ClusterError) -> list[Header]:
+    return [(name.lower().encode(), value.encode()) for name, value in refusal_headers(error).items()]
+
+
+def refusal_headers(error: ClusterError) -> dict[str, str]:
+    """Return the headers of an error response: a challenge for 401, the methods for 405, or Retry-After."""
     if error.status == 401:
-        return [(b"www-authenticate", b"Bearer")]
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, MethodNotAllowed):
+        return {"Allow": error.allowed}
     if (seconds := getattr(error, "retry_after", None)) is not None:
-        return [(b"retry-after", str(max(math.ceil(seconds), 1)).encode())]
-    return []
+        return {"Retry-After": str(max(math.ceil(seconds), 1))}
+    return {}

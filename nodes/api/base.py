@@ -15,6 +15,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web import shapes
 from localai_cluster.web.envelopes import FlatView
 from nodes.api.worker_routes import parse_id
+from nodes.backends import node_commands
 from nodes.models import BackendNode
 from nodes.registry import listing
 
@@ -45,10 +46,23 @@ class BackendRoute(FlatView):
 
 def require_node_id(id_text: str) -> UUID:
     """Return the id of an existing node; raise NotFound."""
-    node_id = parse_id(id_text)
-    if not BackendNode.objects.filter(pk=node_id).exists():
+    return require_node(id_text).id
+
+
+def require_node(id_text: str) -> BackendNode:
+    """Return the node with this id; raise NotFound."""
+    node = BackendNode.objects.filter(pk=parse_id(id_text)).first()
+    if node is None:
         raise errors.NotFound("node not found")
-    return node_id
+    return node
+
+
+def require_ready_node(id_text: str) -> BackendNode:
+    """Return the node with this id if it takes commands on backends; raise NotFound or Conflict."""
+    node = require_node(id_text)
+    if reason := node_commands.refusal(node):
+        raise errors.Conflict(reason)
+    return node
 
 
 MODEL_PATH = OpenApiParameter(

@@ -23,7 +23,7 @@ from localai_cluster.web.rest import Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, field
 from nodes.api import node_backends
 from nodes.api.base import BackendRoute
-from nodes.api.models import MAX_WAIT_SECONDS, wait_for_end
+from nodes.api.models import wait_for_end
 from nodes.api.waves import WaveOptionsSerializer, add_wave_options, last_replicas_field
 from nodes.backends import catalogue, node_commands, wave_requests
 from nodes.backends.admission import admit, admit_on_nodes
@@ -39,6 +39,7 @@ from nodes.backends.backend_requests import (
     select_all_nodes,
 )
 from nodes.commands.outcomes import CommandFailed
+from nodes.gateway import gateway
 from operations.api import serializers as shapes
 from operations.ledger.admission import Admission
 from operations.models import Status
@@ -427,7 +428,7 @@ class DeleteAndWaitView(BackendRoute):
         command = BackendRequest(DELETE, node_backends.backend_name_in(name))
         operation = wait_for_end(
             admit_command(RequestScope((), shapes.requester_of(request)), command, {}).operation,
-            MAX_WAIT_SECONDS,
+            gateway.MAX_WAIT_SECONDS,
         )
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)

@@ -21,6 +21,7 @@ ORIGIN_SCHEMA, STATE_SCHEMA = enum_schema(ORIGINS), enum_schema(STATES)
 _REVISION_SCHEMA = count(0)
 MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE = 1000, 100
 MAX_REVISIONS, DEFAULT_REVISIONS = 50, 20
+"""Maximum and default number of revisions on a page. Each revision has its diff."""
 YAML_EXAMPLE = "name: m\nbackend: llama-cpp\nparameters:\n  model: m.gguf\ncontext_size: 8192\n"
 MOMENT_EXAMPLE = "2026-11-28T09:15:04.120394Z"
 

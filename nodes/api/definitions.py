@@ -32,7 +32,6 @@ from nodes.models import DefinitionOrigin
 from nodes.registry.listing import FARTHEST
 from operations.api.serializers import job_fields, requester_of
 
-"""Maximum and default number of revisions on a page. Each revision has its diff."""
 _NAME_PARAMETER = OpenApiParameter(
     "name", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
 )

@@ -5,7 +5,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from asgiref.sync import async_to_sync
@@ -16,7 +15,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import IsUser, principal
-from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested_error
@@ -26,17 +25,16 @@ from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, f
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api import base, models
 from nodes.api.worker_routes import parse_id
-from nodes.backends import node_commands, worker_logs
+from nodes.backends import worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import folder
+from nodes.gateway import gateway
 from nodes.loading import load_request, wait
 from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeModel
-from nodes.models.replica import load_key
 from nodes.registry import dial_targets
-from nodes.replicas import fleet_queries, unload_requests
+from nodes.replicas import unload_requests
 from operations.api.serializers import requester_of
-from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation, Status
 
 STATUS_TIMEOUT = 5.0
@@ -141,26 +139,13 @@ class LoadView(APIView):
             raise errors.NotFound(f"model {model} is not defined")
         if fields.get("replicas") or fields.get("node_id"):
             return self._load_more(request, fields)
-        if fleet_queries.is_served(model):
+        operation = load_request.request_load(model, requester_of(request))
+        if operation is None:
             return Response(MODEL_LOADED_SHAPE.of(loaded=[model], message=f"model {model} is loaded"))
-        now = clock.now()
-        wanted_load = OperationRequest(
-            load_request.KIND,
-            key=load_key(model),
-            element=model,
-            payload={"model": model},
-            by=requester_of(request),
-            needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
-        )
-        operation = admit(wanted_load, now=now).operation
         return _load_response(model, [operation], wait=fields.get("wait", True))
 
     def _load_more(self, request: Request, fields: dict[str, Any]) -> Response:
-        node = (
-            node_commands.find_node(base.require_node_id(fields["node_id"]))
-            if fields.get("node_id")
-            else None
-        )
+        node = base.require_ready_node(fields["node_id"]) if fields.get("node_id") else None
         operations = load_request.request_replicas(
             fields["model_name"],
             fields.get("replicas") or 1,
@@ -173,7 +158,7 @@ class LoadView(APIView):
 def _load_response(model: str, operations: Sequence[Operation], *, wait: bool) -> Response:
     """Return 200 if all loads have ended, 202 if one is still running. Raise LoadFailed."""
     if wait:
-        until = clock.monotonic() + models.MAX_WAIT_SECONDS
+        until = clock.monotonic() + gateway.MAX_WAIT_SECONDS
         operations = [
             models.wait_for_end(operation, max(until - clock.monotonic(), 0.0)) for operation in operations
         ]

@@ -17,15 +17,15 @@ from channels.db import database_sync_to_async
 
 from localai_cluster import gallery_index
 from localai_cluster.accounts import principals
-from localai_cluster.kit import clock, conf, errors
-from localai_cluster.web import throttle, wire
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
+from localai_cluster.kit import conf, errors
+from localai_cluster.web import wire
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, translate_error
 from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.shapes import reference
 from nodes.api import worker_routes
 from nodes.api.worker_routes import NO_CREDENTIAL_MESSAGE, parse_node_id
 from nodes.models import BackendNode
-from nodes.registry import claims, identity
+from nodes.registry import identity
 
 PIECE_BYTES = 256 * 1024
 STALL_LIMIT = 60.0
@@ -87,8 +87,7 @@ class GalleryApplication:
             await _send(opened, receive, send)
 
     async def _open_file(self, scope: worker_routes.Scope) -> _OpenFile:
-        if scope["method"] != "GET":
-            raise worker_routes.method_not_allowed(scope["method"])
+        worker_routes.require_method(scope, "GET")
         headers = worker_routes.headers_of(scope)
         match = _PATH_PATTERN.match(scope["path"])
         try:
@@ -113,29 +112,18 @@ async def _require_approved_node(node_id: UUID | None, headers: dict[bytes, str]
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL_MESSAGE)
     instance = headers.get(b"x-localai-node-instance", "")
-    try:
-        await database_sync_to_async(_prove_row)(node_id, secret, instance)
-    except identity.OtherProcess:
-        assert node_id is not None  # it was found
-        await database_sync_to_async(claims.record_other_process)(
-            node_id, instance, source_address=source, now=clock.now()
-        )
-        raise
-    except (errors.NotFound, errors.Forbidden):
-        if principals.is_registration_token(secret):
-            # Over the limit a right guess must not look different from a wrong one.
-            await asyncio.to_thread(throttle.token_failures().check, source, clock.now())
-        raise
+    await database_sync_to_async(_prove_row)(node_id, secret, instance, source)
 
 
-def _prove_row(node_id: UUID | None, secret: str, instance: str) -> None:
-    identity.prove_node(node_id, secret, instance)
-    assert node_id is not None  # a node without an id is unknown
-    node = BackendNode.objects.only("approved_at", "weak_identity").filter(pk=node_id).first()
-    if node is None or node.approved_at is None:
-        raise errors.Forbidden("this node is not approved")
-    if node.weak_identity:
-        raise errors.Forbidden("only a node with a secret of its own may read the gallery")
+def _prove_row(node_id: UUID | None, secret: str, instance: str, source: str) -> None:
+    with worker_routes.watch_proof(node_id, secret, instance, source):
+        identity.prove_node(node_id, secret, instance)
+        assert node_id is not None  # a node without an id is unknown
+        node = BackendNode.objects.only("approved_at", "weak_identity").filter(pk=node_id).first()
+        if node is None or node.approved_at is None:
+            raise errors.Forbidden("this node is not approved")
+        if node.weak_identity:
+            raise errors.Forbidden("only a node with a secret of its own may read the gallery")
 
 
 def _select_range(file: BinaryIO, range_header: str) -> _OpenFile:
@@ -179,7 +167,7 @@ async def _send(opened: _OpenFile, receive: Any, send: Any) -> None:
 def _headers(error: errors.ClusterError) -> dict[str, str]:
     if isinstance(error, NoSuchRange):
         return {"Content-Range": f"bytes */{error.size}"}
-    return {**refusal_headers(error), **({"Allow": "GET"} if error.status == 405 else {})}
+    return wire.refusal_headers(error)
 
 
 _BYTES_CONTENT: Operation = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

@@ -26,7 +26,7 @@ from localai_cluster.kit.batching import Batcher, CallBatcher
 from localai_cluster.kit.database_pool import UNREACHABLE_ERRORS
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle, wire
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, translate_error
 from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.shapes import reference
 from nodes.api import worker_routes
@@ -103,10 +103,6 @@ class BeatWriter:
         """Add the heartbeat to the next batch. A batch that cannot be written is lost."""
         self._batches.add(beat.key, beat)
 
-    async def wait_until_written(self) -> None:
-        """Wait until every heartbeat added so far has been written or lost."""
-        await self._batches.idle()
-
     async def _write(
         self, batch: Mapping[heartbeats.HeartbeatKey, Beat]
     ) -> Mapping[heartbeats.HeartbeatKey, Beat]:
@@ -145,10 +141,6 @@ class HeartbeatApplication:
         self._gate = HeartbeatAuthenticator(database, identities)
         self._writer = BeatWriter(database)
 
-    async def wait_until_written(self) -> None:
-        """Wait until every accepted heartbeat has been written or lost."""
-        await self._writer.wait_until_written()
-
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:
             status, body, headers = await self._respond(scope, receive)
@@ -158,15 +150,14 @@ class HeartbeatApplication:
             error = translate_error(raised)
             if error is None:
                 raise
-            status, body, headers = error.status, _refusal(error), refusal_headers(error)
+            status, body, headers = error.status, _refusal(error), wire.refusal_headers(error)
         metrics.HEARTBEATS.labels(status).inc()
         await worker_routes.send_json(send, status, body, headers)
 
     async def _respond(
         self, scope: worker_routes.Scope, receive: Any
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
-        if scope["method"] != "POST":
-            return 405, _refusal(worker_routes.method_not_allowed(scope["method"])), {"Allow": "POST"}
+        worker_routes.require_method(scope, "POST")
         try:
             call = await _read_request(scope, receive)
             refusal = await self._gate.prove(call.beat)

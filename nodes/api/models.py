@@ -1,14 +1,13 @@
 """Models: the list (`contract/http-api.md` §5.4), and commands to unload and delete them (§2.11).
 
 Each command is an operation. The response waits for its end, as clients of the reference expect, for at most
-`MAX_WAIT_SECONDS`; after that, or with `"wait": false`, it is a 202. `GET /v1/models` lists the defined
-models by key.
+`gateway.MAX_WAIT_SECONDS`; after that, or with `"wait": false`, it is a 202. `GET /v1/models` lists the
+defined models by key.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
-from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db import connection
@@ -30,8 +29,7 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import NODE_ID, ModelRoute, NodeView, job_example, require_node_id
-from nodes.backends import node_commands
+from nodes.api.base import NODE_ID, ModelRoute, NodeView, job_example, require_ready_node
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import files, folder
 from nodes.definitions.files import Definition
@@ -43,9 +41,8 @@ from nodes.replicas.shape import REPLICA_STATE
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from operations.api.serializers import DEDUPLICATED, JOB_FIELDS, job_fields, requester_of
-from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
-from operations.models import TERMINAL, Operation, Status
+from operations.models import Operation, Status
 
 PLACE_SHAPE = Shape(
     "ModelPlace",
@@ -156,10 +153,6 @@ def _model_row(
     )
 
 
-MAX_WAIT_SECONDS = 90.0
-"""Seconds that a request waits for its operation: enough for the usual grace and a worker's stop."""
-POLL_SECONDS = 2.0
-"""Seconds between two reads of the operation without a wake-up."""
 MAX_MODEL_LENGTH = 255
 MAX_REPLICAS = 10_000
 _MODEL_NAME_PATTERN = r"^[^\x00-\x1f\x7f]+$"
@@ -260,7 +253,7 @@ def run_and_respond(
     reasons of a failure.
     """
     fields = validate_body(shape, request)
-    node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
+    node = require_ready_node(node_id) if node_id is not None else None
     unload_request = UnloadRequest(
         fields["model_name"],
         requester_of(request),
@@ -270,7 +263,7 @@ def run_and_respond(
     )
     admission = admit_unload(unload_request, now=clock.now())
     operation = (
-        wait_for_end(admission.operation, MAX_WAIT_SECONDS)
+        wait_for_end(admission.operation, gateway.MAX_WAIT_SECONDS)
         if fields.get("wait", True)
         else admission.operation
     )
@@ -290,20 +283,10 @@ def wait_for_end(operation: Operation, seconds: float) -> Operation:
     """
     if not connection.in_atomic_block:
         connection.close()  # the wait needs none, and there are fewer than requests
-    return async_to_sync(_wait_for_end)(operation.id, seconds)
-
-
-async def _wait_for_end(operation_id: UUID, seconds: float) -> Operation:
-    until = clock.monotonic() + seconds
-    with gateway.wake_ups().watch(operation_id) as watch:
-        while True:
-            operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
-            if operation is None:
-                raise CommandFailed("the record of the operation was cleared")
-            remaining = until - clock.monotonic()
-            if operation.status in TERMINAL or remaining <= 0:
-                return operation
-            await watch.changed(timeout=min(remaining, POLL_SECONDS))
+    ended = async_to_sync(gateway.wait_for_end)(operation.id, seconds)
+    if ended is None:
+        raise CommandFailed("the record of the operation was cleared")
+    return ended
 
 
 class NodeModelUnloadView(NodeView):

@@ -16,11 +16,18 @@ from localai_cluster.kit import clock, names
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import View, describe, response_example
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
-from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, job_example, require_node_id
+from nodes.api.base import (
+    FINGERPRINT,
+    NODE_ID,
+    NodeView,
+    actor_of,
+    job_example,
+    require_node,
+    require_node_id,
+)
 from nodes.api.node_backends import ACCEPTED_SHAPE
 from nodes.api.worker_routes import parse_id
 from nodes.backends import node_stop
-from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
 from operations.api.serializers import job_fields, requester_of
@@ -285,7 +292,7 @@ class StopView(NodeView):
         The worker starts again only if its machine restarts it. 409 for an agent, and for a node that is
         pending or offline.
         """
-        node = BackendNode.objects.get(pk=require_node_id(node_id))
+        node = require_node(node_id)
         admitted = node_stop.request_stop(
             node,
             by=requester_of(request),

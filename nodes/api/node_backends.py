@@ -26,8 +26,7 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, Shape, column
 from localai_cluster.web.wire import parse_json
-from nodes.api.base import NodeView, job_example, require_node_id, response_header
-from nodes.api.worker_routes import parse_id
+from nodes.api.base import NodeView, job_example, require_node, require_ready_node, response_header
 from nodes.backends import inventory, node_commands
 from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
@@ -188,9 +187,7 @@ def _admit_on_node(request: Request, node: BackendNode, command: BackendRequest)
 
 def _change_installed(request: Request, node_id: str, kind: str) -> Response:
     backend = validate_body(BackendSerializer, request)["backend"]
-    return _admit_on_node(
-        request, node_commands.find_node(require_node_id(node_id)), BackendRequest(kind, backend)
-    )
+    return _admit_on_node(request, require_ready_node(node_id), BackendRequest(kind, backend))
 
 
 class InstallView(NodeView):
@@ -206,7 +203,7 @@ class InstallView(NodeView):
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
         command = install_request(validate_body(InstallSerializer, request))
-        return _admit_on_node(request, node_commands.find_node(require_node_id(node_id)), command)
+        return _admit_on_node(request, require_ready_node(node_id), command)
 
 
 class UpgradeView(NodeView):
@@ -280,9 +277,7 @@ class NodeBackendsView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Returns the backends in the worker's last list; `X-As-Of` is its time. An old list is refreshed."""
-        node = BackendNode.objects.filter(pk=parse_id(node_id)).first()
-        if node is None:
-            raise errors.NotFound("node not found")
+        node = require_node(node_id)
         if node.node_type == NodeType.AGENT:
             return Response([])
         inventory.wake([node.id], older_than=LIST_MAX_AGE, now=clock.now())

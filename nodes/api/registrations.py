@@ -28,7 +28,7 @@ from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.kit.addresses import EXPECTED_ADDRESS_FORM
 from localai_cluster.web import throttle, wire
-from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
+from localai_cluster.web.envelopes import body_of, translate_error
 from localai_cluster.web.openapi import describe, request_example, response_example
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
@@ -342,16 +342,13 @@ class RegistrationApplication:
             refusal = translate_error(error)
             if refusal is None:
                 raise
-            status, body, headers = refusal.status, body_of(refusal, self), refusal_headers(refusal)
-            if status == 405:
-                headers = {"Allow": "POST"}
+            status, body, headers = refusal.status, body_of(refusal, self), wire.refusal_headers(refusal)
         await worker_routes.send_json(send, status, body, _PRIVATE_HEADERS | headers)
 
     async def _register(self, scope: worker_routes.Scope, receive: Any) -> dict[str, Any]:
         headers, address = worker_routes.headers_of(scope), worker_routes.client_of(scope)
         offered, ticket = await _authenticate(scope, headers, address)
-        if scope["method"] != "POST":
-            raise worker_routes.method_not_allowed(scope["method"])
+        worker_routes.require_method(scope, "POST")
         fields = await _read_fields(headers, receive)
         await _check_token(fields.pop("token", ""), offered, address)
         registered = await self._registrar.register(

@@ -3,7 +3,8 @@
 A worker's own route accepts only the secret of the node in its URL.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -44,20 +45,28 @@ def parse_id(text: str, kind: str = "node") -> UUID:
     return row_id
 
 
-class WorkerAuthentication(BaseAuthentication):
-    """Base of the authentication of workers. A signed-in user gets 403 instead of 401."""
+NO_CREDENTIAL_MESSAGE = "missing or invalid Authorization header"
+WORKERS_ONLY_MESSAGE = "this route is for workers only"
+
+
+class NodeAuthentication(BaseAuthentication):
+    """Authentication of the node in the URL (`kwargs["node_id"]`) by its worker's own secret.
+
+    A view with `rotating` set also accepts a secret that an admin wants replaced. A signed-in user gets 403
+    instead of 401.
+    """
 
     def authenticate(self, request: Request) -> tuple[Any, None]:
-        """Return the worker's principal.
+        """Return the node's principal.
 
-        Raises the errors for 401 (no valid credential of a worker), 429 (too many wrong credentials), and 403
-        (a user or another node).
+        Raises the errors for 401 (without the node's secret), 403 (a user or another node), 404 (unknown id),
+        409 (a process that another one has replaced), and 429 (too many wrong credentials).
         """
         offered = principals.bearer(request.headers.get("authorization", ""))
         try:
             if not offered:
                 raise errors.NotAuthenticated(NO_CREDENTIAL_MESSAGE)
-            return self.prove(request, offered), None
+            return _prove(request, offered), None
         except errors.NotAuthenticated as refusal:
             if not isinstance(refusal, identity.MustRotate) and person_of(request).is_authenticated:
                 raise errors.Forbidden(WORKERS_ONLY_MESSAGE) from None
@@ -65,48 +74,37 @@ class WorkerAuthentication(BaseAuthentication):
                 throttle.token_failures().note(client_address(request), clock.now())
             raise
 
-    def prove(self, request: Request, offered: str) -> Principal:
-        """Return the owner of the credential. Raise NotAuthenticated for an unknown one."""
-        raise NotImplementedError
-
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge that makes DRF respond 401, not 403."""
         return BEARER_CHALLENGE
 
 
-NO_CREDENTIAL_MESSAGE = "missing or invalid Authorization header"
-WORKERS_ONLY_MESSAGE = "this route is for workers only"
+def _prove(request: Request, offered: str) -> Principal:
+    context = request.parser_context
+    node_id = parse_node_id(context["kwargs"]["node_id"])
+    instance = request.headers.get(identity.INSTANCE_HEADER, "")
+    rotating = getattr(context["view"], "rotating", False)
+    with watch_proof(node_id, offered, instance, client_address(request)):
+        return identity.prove_node(node_id, offered, instance, rotating=rotating)
 
 
-class NodeAuthentication(WorkerAuthentication):
-    """Authentication of the node in the URL (`kwargs["node_id"]`) by its worker's own secret.
+@contextmanager
+def watch_proof(node_id: UUID | None, offered: str, instance: str, source: str) -> Iterator[None]:
+    """Record a conflict if the block finds that another process has replaced this one.
 
-    A view with `rotating` set also accepts a secret that an admin wants replaced.
+    If the block refuses the shared token, an address with too many failures gets 429.
     """
-
-    def prove(self, request: Request, offered: str) -> Principal:
-        """Return the node's principal.
-
-        Raises the errors for 401 (without the node's secret), 403 (another node), 404 (unknown id), and 409
-        (a process that another one has replaced; a conflict is recorded). An address with too many failures
-        gets 429 for the shared token, unless the token is this node's credential.
-        """
-        context = request.parser_context
-        node_id = parse_node_id(context["kwargs"]["node_id"])
-        instance = request.headers.get(identity.INSTANCE_HEADER, "")
-        rotating = getattr(context["view"], "rotating", False)
-        try:
-            return identity.prove_node(node_id, offered, instance, rotating=rotating)
-        except identity.OtherProcess:
-            assert node_id is not None  # it was found
-            source = client_address(request)
-            claims.record_other_process(node_id, instance, source_address=source, now=clock.now())
-            raise
-        except (errors.NotFound, errors.Forbidden):
-            if principals.is_registration_token(offered):
-                # Over the limit a right guess must not look different from a wrong one.
-                throttle.token_failures().check(client_address(request), clock.now())
-            raise
+    try:
+        yield
+    except identity.OtherProcess:
+        assert node_id is not None  # it was found
+        claims.record_other_process(node_id, instance, source_address=source, now=clock.now())
+        raise
+    except (errors.NotFound, errors.Forbidden):
+        if principals.is_registration_token(offered):
+            # Over the limit a right guess must not look different from a wrong one.
+            throttle.token_failures().check(source, clock.now())
+        raise
 
 
 class IsTheNode(BasePermission):
@@ -194,10 +192,10 @@ async def _is_from_user(scope: Scope) -> bool:
     return callers[0].is_authenticated
 
 
-def method_not_allowed(method: str) -> errors.ClusterError:
-    error = errors.InvalidInput(f'method "{method}" not allowed')
-    error.status = 405
-    return error
+def require_method(scope: Scope, allowed: str) -> None:
+    """Raise MethodNotAllowed if the request has another method."""
+    if scope["method"] != allowed:
+        raise errors.MethodNotAllowed(f'method "{scope["method"]}" not allowed', allowed)
 
 
 async def send_json(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from localai_cluster import gallery_index
-from localai_cluster.kit import addresses, conf, errors, names
+from localai_cluster.kit import addresses, conf, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import decode_galleries, encode_galleries
@@ -67,16 +67,6 @@ def key(node_id: UUID | str, backend: str) -> str:
 def subject(backend: str) -> str:
     """Return the backend's name, or its address as a name; a long address is hashed."""
     return backend if len(backend) <= _MAX_NAME_LENGTH else hashlib.sha256(backend.encode()).hexdigest()
-
-
-def find_node(node_id: UUID | None) -> BackendNode:
-    """Return the node if it can take commands; raise NotFound or Conflict with the reason otherwise."""
-    node = BackendNode.objects.filter(pk=node_id).first() if node_id else None
-    if node is None:
-        raise errors.NotFound(f"node {node_id} is no longer registered")
-    if reason := refusal(node):
-        raise errors.Conflict(reason)
-    return node
 
 
 def refusal(node: BackendNode) -> str:

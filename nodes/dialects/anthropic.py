@@ -32,17 +32,18 @@ from nodes.dialects.openai_messages import (
     FunctionName,
     Tool,
     check_tools,
-    encode_json,
+    encode_schema,
 )
-from nodes.gateway import schemas
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
+    Events,
     Generation,
     Head,
     Sampling,
     TextDelta,
     Usage,
+    last_delta,
     total_usage,
 )
 
@@ -220,8 +221,7 @@ def _convert_tool_choice(choice: ToolChoice | None) -> Choice | None:
 def _output_schema_json(config: OutputConfig | None) -> str:
     if config is None or config.format is None:
         return ""
-    schemas.check_schemas([(config.format.schema, "output_config.format.schema")])
-    return encode_json(config.format.schema)
+    return encode_schema(config.format.schema, "output_config.format.schema")
 
 
 _STOP_REASON_BY_FINISH = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -253,7 +253,7 @@ def render_error(error: ClusterError) -> Answer:
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the body of a complete response."""
     content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
-    last = next((delta for delta in deltas if delta.finish), TextDelta(0, finish="stop"))
+    last = last_delta(deltas)
     message = _empty_message(head, total_usage(deltas, 1)) | {"content": content} | _render_end(last)
     return msgspec.json.encode(MessageResponse(**message))
 
@@ -317,8 +317,11 @@ def _render_event(kind: str, **content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **content}))
 
 
-class MessageEvents:
+class MessageEvents(Events):
     """Renders one streamed message as Anthropic's server-sent events."""
+
+    keep_alive = _render_event("ping")
+    done = _render_event("message_stop")
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -357,10 +360,4 @@ class MessageEvents:
         return b"event: error\ndata: " + wire.encode(_error_envelope(error)) + b"\n\n"
 
 
-DIALECT = Dialect(
-    parse_request,
-    MessageEvents,
-    render_response,
-    done=_render_event("message_stop"),
-    keep_alive=_render_event("ping"),
-)
+DIALECT = Dialect(parse_request, MessageEvents, render_response)

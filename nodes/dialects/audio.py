@@ -33,10 +33,10 @@ from localai_cluster.web import wire
 from localai_cluster.web.bodies import Upload
 from localai_cluster.web.wire import Answer, Header, ResponseBody
 from nodes.dialects import openai_common
-from nodes.dialects.openai_common import DONE_EVENT, Chunks, Text, render_event
+from nodes.dialects.openai_common import Chunks, Text, render_event
 from nodes.gateway import gateway
-from nodes.gateway.gateway import find_definition
-from nodes.gateway.generation import StreamFormat, TextDelta
+from nodes.gateway.gateway import find_model
+from nodes.gateway.generation import TextDelta
 from nodes.gateway.request import InferenceRequest, node_header
 from nodes.gateway.streams import ByteStream, EventStream, FileAnswer
 from nodes.gateway.worker_files import open_files
@@ -173,8 +173,7 @@ class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
 async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     """Respond with the transcript of the audio file in the form."""
     upload, body = _parse_form(request)
-    definition = await find_definition(body.model)
-    request.model = definition.name
+    definition = await find_model(request, body.model)
     call_options = TranscriptRequest(
         language=body.language or "",
         prompt=body.prompt or "",
@@ -184,11 +183,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
         ModelIdentity=definition.model,
     )
     if body.stream:
-        return EventStream(
-            request,
-            StreamFormat(_TranscriptChunks(), DONE_EVENT),
-            _stream_transcript(request, upload, call_options),
-        )
+        return EventStream(request, _TranscriptChunks(), _stream_transcript(request, upload, call_options))
     result = await _transcribe(request, upload, call_options)
     granularities = body.timestamp_granularities or ["segment"]
     content, kind = render_transcript(
@@ -354,8 +349,7 @@ def speech_handler(has_node_header: bool) -> Callable[[InferenceRequest], Awaita
 
     async def answer(request: InferenceRequest) -> SpeechAnswer:
         body = parse_request(wire.parse_json_object(request.body))
-        definition = await find_definition(body.model)
-        request.model = definition.name
+        definition = await find_model(request, body.model)
         call = _engine_request(body, definition.model)
 
         def headers() -> tuple[Header, ...]:

@@ -17,7 +17,7 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
-from nodes.gateway.gateway import find_definition
+from nodes.gateway.gateway import find_model
 from nodes.gateway.request import InferenceRequest, node_header
 from nodes.gateway.worker_files import open_files
 
@@ -98,8 +98,7 @@ class ImagesResponse(ResponseBody):
 async def generate(request: InferenceRequest) -> Answer:
     """Respond with the images for one prompt."""
     body = parse_request(wire.parse_json_object(request.body))
-    definition = await find_definition(body.model)
-    request.model = definition.name
+    definition = await find_model(request, body.model)
     calls = _engine_calls(body, definition.model, definition.generation.defaults)
     images = await _draw_images(request, calls)
     content = await asyncio.to_thread(

@@ -15,8 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.actors import of_principal
-from localai_cluster.kit import clock
-from localai_cluster.kit.errors import Forbidden, NotFound, Unavailable
+from localai_cluster.kit import clock, outage
+from localai_cluster.kit.errors import Forbidden, NotFound
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.definitions import files, folder
@@ -268,13 +268,6 @@ def _model_details(definition: Definition) -> ModelDetails:
     )
 
 
-REFUSED_PATHS = {
-    "push": "Publish a model",
-    "blobs/{digest}": "Upload a file of a model",
-}
-"""Refused routes of Ollama's API: the path after `/api/`, and a summary."""
-
-
 class PullBody(msgspec.Struct, frozen=True):
     """The body of a pull request; `model` and the older field `name` name the model."""
 
@@ -370,10 +363,8 @@ async def run_as_caller(request: InferenceRequest, change: Callable[[], T]) -> T
 
 async def run_database_call(call: Callable[[], T]) -> T:
     """Run `call` in a thread. Raise Unavailable if the database is not reachable."""
-    try:
+    with outage.unavailable_on(DatabaseError):
         return await in_thread(call)
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
 
 
 async def _unload_model(request: InferenceRequest, model: str) -> None:

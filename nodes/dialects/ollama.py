@@ -26,13 +26,15 @@ from nodes.dialects.openai_messages import (
     Tools,
     check_tools,
     encode_json,
+    encode_schema,
 )
-from nodes.gateway import generation, schemas
+from nodes.gateway import generation
 from nodes.gateway.generation import (
     Conversation,
     ConversationMessage,
     Dialect,
     Durations,
+    Events,
     Generation,
     Head,
     MergedChoice,
@@ -273,8 +275,7 @@ def _response_schema_json(format: str | dict[str, Any] | None) -> str:
     """Return the JSON schema that the response must match, "" if any text is allowed."""
     if not isinstance(format, dict):
         return encode_json({"type": "object"}) if format else ""
-    schemas.check_schemas([(format, "format")])
-    return encode_json(format)
+    return encode_schema(format, "format")
 
 
 LINES_CONTENT_TYPE = b"application/x-ndjson"
@@ -345,7 +346,7 @@ def response_renderer(
 
     def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
         choice: MergedChoice = generation.merge_deltas(deltas, 1)[0]
-        last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
+        last = generation.last_delta(deltas)
         content = render(choice.text, choice.reasoning, _render_calls(head, choice.tools))
         fields = _render_line(head, content, **_render_end(last), logprobs=choice.logprobs or UNSET)
         return msgspec.json.encode(response(**fields))
@@ -353,8 +354,11 @@ def response_renderer(
     return render_response
 
 
-class OllamaLines:
+class OllamaLines(Events):
     """Renders one streamed response as lines of JSON."""
+
+    kind = LINES_CONTENT_TYPE
+    keep_alive = b" "
 
     def __init__(self, head: Head, response: type[LastLine], render: Renderer) -> None:
         self._response = response
@@ -392,11 +396,7 @@ def _make_dialect(
     read: Callable[[Mapping[str, Any]], generation.Generation], response: type[LastLine], render: Renderer
 ) -> Dialect:
     return Dialect(
-        read,
-        lambda head: OllamaLines(head, response, render),
-        response_renderer(response, render),
-        kind=LINES_CONTENT_TYPE,
-        keep_alive=b" ",
+        read, lambda head: OllamaLines(head, response, render), response_renderer(response, render)
     )
 
 

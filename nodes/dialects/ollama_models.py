@@ -9,12 +9,12 @@ import asyncio
 import os
 from pathlib import PurePosixPath
 from typing import Any
-from uuid import UUID
 
 import msgspec
 import yaml
+from django.db import DatabaseError
 
-from localai_cluster.kit import clock, names
+from localai_cluster.kit import clock, names, outage
 from localai_cluster.kit.errors import Forbidden, InvalidInput, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
@@ -23,7 +23,7 @@ from nodes.definitions.files import MAX_NAME, Definition, UnusableDefinition
 from nodes.definitions.folder import folder
 from nodes.definitions.sizes import safe_join
 from nodes.dialects.modelfile import Modelfile, NotSupported, parse_modelfile, to_settings
-from nodes.dialects.models import StatusResponse, run_as_caller, run_database_call, status_lines
+from nodes.dialects.models import StatusResponse, run_as_caller, status_lines
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
@@ -31,13 +31,10 @@ from nodes.gateway.request import InferenceRequest
 from nodes.loading import definition_removal
 from nodes.models import DefinitionOrigin
 from operations.ledger.admission import Admission
-from operations.models import TERMINAL, Operation, Status
+from operations.models import Status
 
 FILE_BACKEND = "llama-cpp"
 """Backend of a model that is created from a file."""
-MAX_DELETION_WAIT = 90.0
-"""Maximum seconds that a request waits for a deletion. Then it gets 503, and the deletion continues."""
-_POLL_SECONDS = 2.0
 _LATEST_TAG = ":latest"
 _SUCCESS_ANSWER = wire.json_answer(StatusResponse(status="success"))
 
@@ -108,7 +105,10 @@ async def copy(request: InferenceRequest) -> Answer:
 
 
 async def delete(request: InferenceRequest) -> Answer:
-    """Unload the model and delete its stored definition; keep its files. Raise NotFound or Conflict."""
+    """Unload the model and delete its stored definition; keep its files. Raise NotFound or Conflict.
+
+    A request that has waited too long gets 503, and the deletion continues.
+    """
     await require_admin(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), DeleteBody)
     definition = await find_definition(_definition_name(body.model or body.name, "model"))
@@ -118,7 +118,8 @@ async def delete(request: InferenceRequest) -> Answer:
         return definition_removal.request_removal(definition.name, by=request.requester, now=clock.now())
 
     admission = await run_as_caller(request, remove)
-    operation = await _wait_for_end(admission.operation.id)
+    with outage.unavailable_on(DatabaseError):
+        operation = await gateway.wait_for_end(admission.operation.id, gateway.MAX_WAIT_SECONDS)
     if operation is None or operation.status != Status.COMPLETED:
         reason = operation.error or operation.message if operation is not None else "its record was cleared"
         raise Unavailable(f"the model is not deleted yet: {reason}", retry_after=10)
@@ -217,15 +218,3 @@ def _save_definition(request: InferenceRequest, name: str, text: str, reason: st
         reason=reason,
         now=clock.now(),
     )
-
-
-async def _wait_for_end(operation_id: UUID) -> Operation | None:
-    """Wait at most `MAX_DELETION_WAIT` seconds until the operation ends. Return it; None without a row."""
-    until = clock.monotonic() + MAX_DELETION_WAIT
-    with gateway.wake_ups().watch(operation_id) as watch:
-        while True:
-            operation = await run_database_call(Operation.objects.filter(pk=operation_id).first)
-            remaining = until - clock.monotonic()
-            if operation is None or operation.status in TERMINAL or remaining <= 0:
-                return operation
-            await watch.changed(timeout=min(remaining, _POLL_SECONDS))

@@ -14,7 +14,6 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common, openai_messages
 from nodes.dialects.openai_common import (
-    DONE_EVENT,
     MAX_CHOICES,
     CompletionEvents,
     FinishReason,
@@ -24,8 +23,16 @@ from nodes.dialects.openai_common import (
     Text,
     UsageBody,
 )
-from nodes.dialects.openai_messages import Choice, Messages, Name, Tools, check_tools, encode_json
-from nodes.gateway import generation, schemas
+from nodes.dialects.openai_messages import (
+    Choice,
+    Messages,
+    Name,
+    Tools,
+    check_tools,
+    encode_json,
+    encode_schema,
+)
+from nodes.gateway import generation
 from nodes.gateway.generation import (
     NO_ARGUMENTS,
     Conversation,
@@ -163,8 +170,7 @@ def _response_schema_json(body: ChatBody) -> str:
     if not isinstance(body.response_format, JsonOfSchema):
         return ""
     schema = body.response_format.json_schema.schema
-    schemas.check_schemas([(schema or {}, "response_format.json_schema.schema")])
-    return encode_json(schema or {"type": "object"})
+    return encode_schema(schema or {"type": "object"}, "response_format.json_schema.schema")
 
 
 def render_chat(head: Head, deltas: Sequence[TextDelta]) -> bytes:
@@ -220,18 +226,12 @@ class ChatChunks(CompletionEvents):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
-        self._started_choices: set[int] = set()
         self._calls: dict[tuple[int, int], bool] = {}
         """(choice, call index) -> True if any arguments were sent."""
 
-    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the encoded chunks for these deltas."""
-        return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
-
-    def _render_chunks(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         chunks = []
-        if delta.choice not in self._started_choices:
-            self._started_choices.add(delta.choice)
+        if is_first:
             chunks.append(self._choice_chunk(delta.choice, {"role": "assistant", "content": ""}))
         if content := self._render_content(delta):
             chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
@@ -282,7 +282,7 @@ class ChatChunks(CompletionEvents):
         return self._chunk([choice])
 
 
-CHAT = Dialect(parse_chat, ChatChunks, render_chat, DONE_EVENT)
+CHAT = Dialect(parse_chat, ChatChunks, render_chat)
 
 
 DEFAULT_MAX_TOKENS = 16
@@ -429,18 +429,12 @@ class CompletionChunks(CompletionEvents):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._lengths = [0] * head.generation.choices
-        self._started_choices: set[int] = set()
 
-    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the encoded chunks for these deltas."""
-        return b"".join([chunk for delta in deltas for chunk in self._render_chunks(delta)])
-
-    def _render_chunks(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         logprobs = _render_logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         text = delta.text
-        if delta.choice not in self._started_choices:
-            self._started_choices.add(delta.choice)
+        if is_first:
             text = _echoed_prompt(self._head.generation, delta.choice) + text
         choice = {
             "index": delta.choice,
@@ -451,4 +445,4 @@ class CompletionChunks(CompletionEvents):
         return [self._chunk([choice]), *(self._end_choice(delta) if delta.finish else [])]
 
 
-COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion, DONE_EVENT)
+COMPLETIONS = Dialect(parse_completion, CompletionChunks, render_completion)

@@ -6,7 +6,7 @@ consists of server-sent events without names.
 """
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -17,7 +17,7 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import ResponseBody
 from nodes.gateway import schemas
-from nodes.gateway.generation import Head, Sampling, TextDelta, Usage, total_usage
+from nodes.gateway.generation import Events, Head, Sampling, TextDelta, Usage, total_usage
 
 MAX_CHOICES = 32
 """Maximum number of choices of one request: prompts times choices per prompt."""
@@ -162,24 +162,19 @@ def render_usage(tokens: Usage) -> UsageBody:
     )
 
 
-DONE_EVENT = b"data: [DONE]\n\n"
-
-
 def render_event(content: Mapping[str, Any]) -> bytes:
     """Return one server-sent event with this content."""
     return b"data: " + wire.encode(content) + b"\n\n"
 
 
-class Chunks(ABC):
+class Chunks(Events):
     """Renders one streamed response as OpenAI's chunks."""
 
-    @abstractmethod
-    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the encoded chunks for these deltas."""
+    done = b"data: [DONE]\n\n"
 
     def render_failure(self, error: ClusterError, /) -> bytes:
         """Return an event with the error envelope and the event that ends the stream."""
-        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE_EVENT
+        return b"data: " + wire.error_answer(error).body + b"\n\n" + self.done
 
 
 class CompletionEvents(Chunks):
@@ -192,10 +187,24 @@ class CompletionEvents(Chunks):
 
     def __init__(self, head: Head) -> None:
         self._head = head
+        self._started: set[int] = set()
+        """The choices that have begun."""
         self._ended: list[TextDelta] = []
         common = {"id": head.id, "object": self.object_name, "created": head.created}
         # Encoded once, because most of a chunk is the same for every token.
         self._begin = b"data: " + wire.encode(common | {"model": head.generation.model})[:-1] + b',"choices":'
+
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the encoded chunks for these deltas."""
+        chunks = []
+        for delta in deltas:
+            chunks += self._render_delta(delta, is_first=delta.choice not in self._started)
+            self._started.add(delta.choice)
+        return b"".join(chunks)
+
+    @abstractmethod
+    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
+        """Return the chunks for a delta; `is_first` is True for the first delta of its choice."""
 
     def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> bytes:
         end = b',"usage":' + wire.encode(usage) if self._head.generation.usage_in_stream else b""

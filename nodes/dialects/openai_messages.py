@@ -5,7 +5,7 @@ Text parts of a message are joined; images and audio are passed separately, in o
 
 import base64
 import binascii
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -230,6 +230,12 @@ def check_tools(
     if isinstance(choice, ForcedTool):
         return encode_json(tools), encode_json(choice)
     return encode_json(tools), choice or "auto"
+
+
+def encode_schema(schema: Mapping[str, Any], path: str) -> str:
+    """Return a JSON schema of the client's request, at `path`, as JSON text; raise InvalidInput."""
+    schemas.check_schemas([(schema, path)])
+    return encode_json(schema)
 
 
 def encode_json(value: object) -> str:

@@ -18,12 +18,13 @@ from localai_cluster.kit.errors import ClusterError, Forbidden, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Outgoing, Send
 from nodes.dialects import ollama
-from nodes.dialects.models import PullBody, run_as_caller, run_database_call
+from nodes.dialects.models import PullBody, run_as_caller, run_database_call, status_lines
 from nodes.downloads.imports import request_import
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import CancelOnStop, StreamedAnswer, confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
 from nodes.gateway.request import InferenceRequest
+from nodes.gateway.streams import STREAM_HEADERS
 from nodes.sources import inspection
 from nodes.sources.finding import SourceFinder
 from nodes.sources.plans import ImportPlan
@@ -35,12 +36,6 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 """Seconds between two lines of progress."""
-_STREAM_HEADERS = (
-    (b"content-type", ollama.LINES_CONTENT_TYPE),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-_SUCCESS_LINE = {"status": "success"}
 _CLEARED_MESSAGE = "the record of the import was cleared"
 
 
@@ -64,22 +59,13 @@ async def pull(request: InferenceRequest) -> Answer | StreamedAnswer:
         if not request.principal.is_admin:
             raise
     else:
-        return _success_answer(body.stream)
+        return status_lines(["pulling manifest", "success"], body.stream)
     plan = await _plan_import(name)
     admission = await run_as_caller(
         request, lambda: request_import(plan, by=request.requester, now=clock.now())
     )
     progress = PullProgress(admission.operation.id, plan)
     return await progress.wait() if body.stream is False else progress
-
-
-def _success_answer(stream: bool | None) -> Answer:
-    if stream is False:
-        return Answer(msgspec.json.encode(_SUCCESS_LINE))
-    return Answer(
-        _render_line({"status": "pulling manifest"}) + _render_line(_SUCCESS_LINE),
-        kind=ollama.LINES_CONTENT_TYPE,
-    )
 
 
 async def _plan_import(name: str) -> ImportPlan:
@@ -108,7 +94,7 @@ class PullProgress:
     async def play(self, send: Send) -> tuple[int, bytes]:
         """Send the progress lines. Return the status and the last line."""
         with Outgoing(send) as client:
-            await client.head(list(_STREAM_HEADERS))
+            await client.head([(b"content-type", ollama.LINES_CONTENT_TYPE), *STREAM_HEADERS])
             await client.body(_render_line({"status": "pulling manifest"}))
             try:
                 with CancelOnStop():
@@ -129,7 +115,7 @@ class PullProgress:
         """Wait until the import ends. Return the answer for success; raise PullFailed."""
         async for operation in self._states():
             if operation.status == Status.COMPLETED:
-                return _success_answer(False)
+                return status_lines(["success"], stream=False)
             if operation.status in TERMINAL:
                 raise PullFailed(operation.error or operation.message)
         raise PullFailed(_CLEARED_MESSAGE)
@@ -163,7 +149,7 @@ class PullProgress:
 
 def _render_end(operation: Operation) -> bytes:
     if operation.status == Status.COMPLETED:
-        return _render_line(_SUCCESS_LINE)
+        return _render_line({"status": "success"})
     return _render_line({"error": operation.error or operation.message or "the import was cancelled"})
 
 

@@ -23,6 +23,7 @@ from nodes.dialects.openai_messages import (
     Name,
     check_tools,
     encode_json,
+    encode_schema,
 )
 from nodes.dialects.responses_input import (
     NO_STORED_ITEMS,
@@ -35,15 +36,16 @@ from nodes.dialects.responses_input import (
     read_items,
     strip_unknown_items,
 )
-from nodes.gateway import schemas
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
+    Events,
     Generation,
     Head,
     Sampling,
     TextDelta,
     Usage,
+    last_delta,
     total_usage,
 )
 
@@ -172,8 +174,7 @@ def _response_schema_json(text: TextConfig | None) -> str:
         return encode_json({"type": "object"})
     if text.format.schema is None:
         raise InvalidInput("text.format.schema: what the JSON is to be", field="text")
-    schemas.check_schemas([(text.format.schema, "text.format.schema")])
-    return encode_json(text.format.schema)
+    return encode_schema(text.format.schema, "text.format.schema")
 
 
 def _echoed_fields(body: ResponsesBody) -> dict[str, Any]:
@@ -209,8 +210,7 @@ _EVENT_NAME_BY_KIND = {
 
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the body of a complete response."""
-    last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-    return msgspec.json.encode(final_response(head, blocks.collect_blocks(deltas), last))
+    return msgspec.json.encode(final_response(head, blocks.collect_blocks(deltas), last_delta(deltas)))
 
 
 def final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
@@ -294,7 +294,7 @@ def _render_part(head: Head, block: Block) -> Json:
     return part | ({"logprobs": block.logprobs} if head.generation.sampling.logprobs else {})
 
 
-class ResponseEvents:
+class ResponseEvents(Events):
     """Renders one streamed response as OpenAI's numbered events."""
 
     def __init__(self, head: Head) -> None:

@@ -28,7 +28,7 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.ollama import to_nanoseconds
 from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
 from nodes.gateway import gateway
-from nodes.gateway.gateway import find_definition
+from nodes.gateway.gateway import find_model
 from nodes.gateway.request import InferenceRequest, node_header
 
 MAX_TEXTS = 2048
@@ -135,8 +135,7 @@ async def compute_embeddings(
     Without `truncate` the engine refuses a text that is longer than the model's context. `field` is the name
     of the texts in the client's request.
     """
-    definition = await find_definition(body.model)
-    request.model = definition.name
+    definition = await find_model(request, body.model)
     if not definition.takes_token_ids and any(isinstance(item, tuple) for item in body.inputs):
         raise wire.field_error(field, _NO_TOKEN_IDS_MESSAGE, "unsupported_value")
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
@@ -365,8 +364,7 @@ async def rerank(request: InferenceRequest) -> Answer:
 
 async def _rank_documents(request: InferenceRequest) -> tuple[RerankBody, RerankResult]:
     body = wire.parse_struct(wire.parse_json_object(request.body), RerankBody)
-    definition = await find_definition(body.model)
-    request.model = definition.name
+    definition = await find_model(request, body.model)
     call = RerankRequest(
         query=body.query, documents=body.texts, top_n=body.top_n or 0, ModelIdentity=definition.model
     )

@@ -5,7 +5,7 @@ bodies and render responses also describe them.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -305,7 +305,40 @@ _V1_ROUTE_BY_PATH: Mapping[str, Route] = {
 }
 """Routes that exist with and without the path prefix `/v1`."""
 
-_OTHER_ROUTE_BY_PATH: dict[str, Route] = {
+
+def _refused_route(name: str, summary: str, *, method: str = "POST", **others: Any) -> Route:
+    """Return a route of Ollama's API that responds with 403 to every caller."""
+    return Route(
+        name=name,
+        summary=f"{summary} (Ollama): refused",
+        handler=models.refuse_route,
+        method=method,
+        max_body_bytes=None,
+        envelope=OLLAMA_ENVELOPE,
+        response=models.StatusResponse,
+        description="Administrators define models.",
+        errors=(401, 403, 413, 429, 500, 503),
+        **others,
+    )
+
+
+def _admin_route(
+    name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any
+) -> Route:
+    """Return a route of Ollama's API that changes models. Only administrators may use it."""
+    return Route(
+        name=name,
+        summary=f"{summary} (Ollama)",
+        handler=handler,
+        envelope=OLLAMA_ENVELOPE,
+        body=body,
+        response=models.StatusResponse,
+        errors=(*ERROR_STATUSES, *others.pop("more_errors", (409,))),
+        **others,
+    )
+
+
+_OTHER_ROUTE_BY_PATH: Mapping[str, Route] = {
     "/v2/rerank": Route(
         name="cohere_rerank",
         summary="Order documents by relevance (Cohere)",
@@ -394,41 +427,6 @@ _OTHER_ROUTE_BY_PATH: dict[str, Route] = {
         models.VersionResponse,
         envelope=OLLAMA_ENVELOPE,
     ),
-}
-
-
-def _refused_route(name: str, summary: str, method: str) -> Route:
-    """Return a route of Ollama's API that responds with 403 to every caller."""
-    return Route(
-        name=name,
-        summary=f"{summary} (Ollama): refused",
-        handler=models.refuse_route,
-        method=method,
-        max_body_bytes=None,
-        envelope=OLLAMA_ENVELOPE,
-        response=models.StatusResponse,
-        description="Administrators define models.",
-        errors=(401, 403, 413, 429, 500, 503),
-    )
-
-
-def _admin_route(
-    name: str, summary: str, handler: Handler, body: type[msgspec.Struct], **others: Any
-) -> Route:
-    """Return a route of Ollama's API that changes models. Only administrators may use it."""
-    return Route(
-        name=name,
-        summary=f"{summary} (Ollama)",
-        handler=handler,
-        envelope=OLLAMA_ENVELOPE,
-        body=body,
-        response=models.StatusResponse,
-        errors=(*ERROR_STATUSES, *others.pop("more_errors", (409,))),
-        **others,
-    )
-
-
-_OTHER_ROUTE_BY_PATH |= {
     "/api/create": _admin_route(
         "ollama_create",
         "Create a model from another one, or from a file that is here",
@@ -468,15 +466,13 @@ _OTHER_ROUTE_BY_PATH |= {
         " lines say how far it is, and the import goes on when the client leaves.",
         errors=(400, 401, 403, 404, 413, 429, 500, 502, 503),
     ),
-    **{
-        f"/api/{verb}": _refused_route(f"ollama_{verb.partition('/')[0]}", summary, "POST")
-        for verb, summary in models.REFUSED_PATHS.items()
-    },
+    "/api/push": _refused_route("ollama_push", "Publish a model"),
+    "/api/blobs/{digest}": _refused_route(
+        "ollama_blobs",
+        "Upload a file of a model",
+        other_methods=(_refused_route("ollama_find_blob", "Look for a file of a model", method="HEAD"),),
+    ),
 }
-_OTHER_ROUTE_BY_PATH["/api/blobs/{digest}"] = replace(
-    _OTHER_ROUTE_BY_PATH["/api/blobs/{digest}"],
-    other_methods=(_refused_route("ollama_find_blob", "Look for a file of a model", "HEAD"),),
-)
 
 ROUTES: Mapping[str, Route] = {
     **{f"/v1{path}": route for path, route in _V1_ROUTE_BY_PATH.items()},

@@ -12,8 +12,7 @@ response says `store: false`.
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeVar
@@ -21,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import orjson
 
-from localai_cluster.kit import clock, conf, database_pool, disk, names
+from localai_cluster.kit import clock, conf, database_pool, names, outage
 from localai_cluster.kit.errors import InvalidInput, NotFound, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
@@ -136,7 +135,7 @@ class CallerStore:
         parameters = self.parameters(
             clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_CHAIN_LENGTH
         )
-        with _translate_unreachable():
+        with outage.unavailable_on(*database_pool.UNREACHABLE_ERRORS):
             rows = await database_pool.shared().fetch_rows(_LOAD_SQL, parameters)
         chain = [row[1:] for row in rows if row[0]]
         if previous:
@@ -190,14 +189,6 @@ def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
     error = InvalidInput(message, field="previous_response_id")
     error.code = "previous_response_not_found"
     raise error
-
-
-@contextmanager
-def _translate_unreachable() -> Iterator[None]:
-    try:
-        yield
-    except database_pool.UNREACHABLE_ERRORS as error:
-        raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2) from error
 
 
 @dataclass
@@ -304,7 +295,7 @@ async def _run_statement(
     store, identity = CallerStore.of(request), _response_id(request)
     if store is None or not _is_possible_id(identity):
         return None
-    with _translate_unreachable():
+    with outage.unavailable_on(*database_pool.UNREACHABLE_ERRORS):
         return await statement(store.parameters(clock.now(), id=identity))
 
 

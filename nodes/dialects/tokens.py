@@ -17,7 +17,7 @@ from nodes.dialects.anthropic import CountBody
 from nodes.dialects.anthropic_input import drop_unknown_blocks
 from nodes.dialects.openai_common import NonNegativeInt, Text
 from nodes.gateway import gateway
-from nodes.gateway.gateway import find_definition
+from nodes.gateway.gateway import find_model
 from nodes.gateway.generate import render_template, with_prompt
 from nodes.gateway.request import InferenceRequest
 
@@ -51,8 +51,7 @@ class CountResponse(ResponseBody):
 async def tokenize(request: InferenceRequest) -> Answer:
     """Respond with the token ids of the text in the body."""
     body = wire.parse_struct(wire.parse_json_object(request.body), TokenizeBody)
-    definition = await find_definition(body.model)
-    request.model = definition.name
+    definition = await find_model(request, body.model)
     options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
     return wire.json_answer(TokensResponse(tokens=await _token_ids(request, options)))
 
@@ -67,8 +66,7 @@ async def _token_ids(request: InferenceRequest, options: PredictOptions) -> list
 async def detokenize(request: InferenceRequest) -> Answer:
     """Respond with the text of the token ids in the body."""
     body = wire.parse_struct(wire.parse_json_object(request.body), DetokenizeBody)
-    definition = await find_definition(body.model)
-    request.model = definition.name
+    await find_model(request, body.model)
     call = DetokenizeRequest(tokens=body.tokens)
     attempts = gateway.attempts(request)
     while True:
@@ -80,8 +78,7 @@ async def detokenize(request: InferenceRequest) -> Answer:
 async def count_tokens(request: InferenceRequest) -> Answer:
     """Respond with the number of tokens of the conversation in the body."""
     body = wire.parse_struct(drop_unknown_blocks(wire.parse_json_object(request.body)), CountBody)
-    definition = await find_definition(body.model)
-    request.model = definition.name
+    definition = await find_model(request, body.model)
     prompt = await render_template(definition, body.conversation)
     options = with_prompt(PredictOptions(ModelIdentity=definition.model), prompt, 0)
     if prompt.rendered is None:

@@ -38,8 +38,6 @@ from nodes.loading.files_in_use import IMPORT, FilesInUse, in_folder_thread, pat
 from nodes.loading.source_downloads import FILES_ONLY, WAITING
 from nodes.loading.source_files import in_staging_thread
 from nodes.models import ModelDefinition
-from nodes.models.replica import load_key
-from nodes.replicas import fleet_queries
 from nodes.sources.opening import SourceOpener
 from nodes.sources.plans import SHARE_PREFIX, ImportPlan, SourceFile, check_files, from_payload
 from operations.executor.work import Postpone, Work, in_thread
@@ -420,15 +418,5 @@ async def _request_load_if_wanted(work: Work, *, is_to_load: bool) -> str:
 
 
 def _request_load(operation: Operation) -> None:
-    name, now = operation.element, clock.now()
-    if fleet_queries.is_served(name):
-        return
-    request = OperationRequest(
-        load_request.KIND,
-        key=load_key(name),
-        element=name,
-        payload={"model": name},
-        by=Requester(operation.actor, operation.request_id, operation.client_address),
-        needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
-    )
-    admit(request, now=now)
+    requester = Requester(operation.actor, operation.request_id, operation.client_address)
+    load_request.request_load(operation.element, requester)

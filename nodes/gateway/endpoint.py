@@ -2,7 +2,7 @@
 
 A handler returns a complete answer, or an answer that `play` sends piece by piece, such as an `EventStream`.
 A stream that fails before its first byte becomes an ordinary error response. If a process stops, requests
-whose answers have not begun get a 503 (`cancel_all_answers`).
+whose answers have not begun get a 503, and streams end with an error (`cancel_all_answers`).
 
 Authentication errors come before content errors. A request without any credential is refused before its body
 is read, unless it comes from a network that the operator admits without a key. A client that can send no
@@ -28,7 +28,13 @@ from typing import Protocol, Self
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
 from localai_cluster.kit import clock, conf
-from localai_cluster.kit.errors import ClusterError, NotAuthenticated, Unavailable
+from localai_cluster.kit.errors import (
+    ClusterError,
+    InvalidInput,
+    MethodNotAllowed,
+    NotAuthenticated,
+    Unavailable,
+)
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import bodies, throttle, wire
@@ -37,13 +43,6 @@ from nodes.gateway import gateway
 from nodes.gateway.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
-
-
-class MethodNotAllowed(ClusterError):
-    """The route does not support the HTTP method."""
-
-    status = 405
-    code = "method_not_allowed"
 
 
 class TooLarge(ClusterError):
@@ -81,7 +80,7 @@ _answer_scopes: set[CancelOnStop] = set()
 
 
 def cancel_all_answers() -> None:
-    """Cancel all responses that have not begun, and all audio streams, because the process stops."""
+    """End all responses that have not begun, and all streams, because the process stops."""
     for scope in list(_answer_scopes):
         scope.cancel(Unavailable("this web process is stopping", retry_after=1))
 
@@ -152,8 +151,7 @@ class Endpoint:
             is_patient=self.is_patient,
             is_anthropic_client=self.render_error_for_anthropic is not None and is_anthropic_client(scope),
         )
-        limit = self.max_body_bytes or wire.MAX_BODY
-        body = bodies.Body(scope, receive, limit, _too_large_error if self.max_body_bytes else None)
+        body = bodies.Body(scope, receive, self.max_body_bytes or wire.MAX_BODY, self._too_large_error)
         try:
             with contextlib.suppress(wire.Disconnected):
                 answer = await self._answer(request, scope, body, receive, send)
@@ -184,13 +182,10 @@ class Endpoint:
             method = scope["method"]
             handler = self.handler if method == self.method else self.other_methods.get(method)
             if handler is None:
-                raise MethodNotAllowed(f"only {self.methods} is accepted here")
+                raise MethodNotAllowed(f"only {self.methods} is accepted here", self.methods)
             await self._read_body(request, scope, body)
             with _CancelOnDisconnect(receive):
                 return await self._handle(request, handler, send)
-        except MethodNotAllowed as error:
-            answer = render_error(error)
-            return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
                 error = await throttle.api_keys().note_in_thread(error, request.client_address)
@@ -198,12 +193,15 @@ class Endpoint:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return render_error(error)
 
+    def _too_large_error(self, limit: int) -> ClusterError:
+        message = f"the request body exceeds {limit} bytes"
+        return TooLarge(message) if self.max_body_bytes else InvalidInput(message, field="input")
+
     async def _read_body(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
         if self.has_form:
             await _confirm_early(request)
             kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
-            limit = self.max_body_bytes or wire.MAX_BODY
-            request.form = await bodies.read_form(body.receive, kind, limit, _too_large_error(limit))
+            request.form = await bodies.read_form(body, kind)
             return
         if request.key_hash and request.key_hash not in gateway.current().picker.confirmed_keys:
             if not _is_suspect(request):
@@ -247,10 +245,6 @@ async def _confirm_early(request: InferenceRequest) -> None:
     key_hash = request.key_hash
     await confirm(request)
     request.key_hash = key_hash
-
-
-def _too_large_error(limit: int) -> TooLarge:
-    return TooLarge(f"the request body exceeds {limit} bytes")
 
 
 def is_anthropic_client(scope: Scope) -> bool:

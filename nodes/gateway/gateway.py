@@ -10,12 +10,13 @@ import logging
 import math
 from dataclasses import dataclass
 from types import TracebackType
+from uuid import UUID
 
 from django.db import Error as DatabaseError
 
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.sessions import ACCESS_CHANNEL
-from localai_cluster.kit import cancellation, clock, conf, database_pool
+from localai_cluster.kit import cancellation, clock, conf, database_pool, outage
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient, ClientPool
@@ -31,7 +32,8 @@ from nodes.loading.wait import Loads, may_see_nodes
 from nodes.registry import heartbeats
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
-from operations.executor.work import WakeUps
+from operations.executor.work import WakeUps, in_thread
+from operations.models import TERMINAL, Operation
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +56,21 @@ async def find_definition(name: str) -> Definition:
     definitions of past loads, is needed and does not respond.
     """
     models = folder.folder()
-    try:
+    with outage.unavailable_on(DatabaseError):
         definition = await load_info.find_definition(models, name)
         if definition is None and name.endswith(_DEFAULT_TAG):
             definition = await load_info.find_definition(models, name.removesuffix(_DEFAULT_TAG))
-    except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"
         )
+    return definition
+
+
+async def find_model(request: InferenceRequest, name: str) -> Definition:
+    """Return the definition that the request is for, and set the request's model; raise like the above."""
+    definition = await find_definition(name)
+    request.model = definition.name
     return definition
 
 
@@ -129,10 +136,8 @@ class Gateway:
         is_dead = isinstance(error, Refused | Lost) and not await self._is_responding(replica)
         if not (has_wrong_model or is_dead):
             return
-        try:
+        with outage.unavailable_on(*database_pool.UNREACHABLE_ERRORS):
             removed = await self.picker.exclude(replica, has_wrong_model=has_wrong_model)
-        except database_pool.UNREACHABLE_ERRORS as unreachable:
-            raise Unavailable("the database is not reachable", retry_after=2) from unreachable
         if removed:
             logger.warning(
                 "No more requests for the replica of %s at %s: %s",
@@ -251,6 +256,24 @@ def wake_ups() -> WakeUps:
     return _running_resources.loads.wake_ups if _running_resources is not None else WakeUps()
 
 
+MAX_WAIT_SECONDS = 90.0
+"""Seconds that a request waits for its operation: enough for the usual grace and a worker's stop."""
+_POLL_SECONDS = 2.0
+"""Seconds between two reads of the operation without a wake-up."""
+
+
+async def wait_for_end(operation_id: UUID, seconds: float) -> Operation | None:
+    """Wait up to `seconds` until the operation ends; return it as read last, or None without a row."""
+    until = clock.monotonic() + seconds
+    with wake_ups().watch(operation_id) as watch:
+        while True:
+            operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
+            remaining = until - clock.monotonic()
+            if operation is None or operation.status in TERMINAL or remaining <= 0:
+                return operation
+            await watch.changed(timeout=min(remaining, _POLL_SECONDS))
+
+
 _MAX_LISTEN_WAIT_SECONDS = 1.0
 """Maximum seconds for which a start waits until this process receives notifications."""
 
@@ -277,12 +300,6 @@ async def start() -> None:
         await by_prefix.start(shared, picker.process_id)
     # Its connection clears all caches: of requests before it, the prompts would be forgotten.
     await cancellation.wait_for(listening, _MAX_LISTEN_WAIT_SECONDS)
-
-
-async def end_waits() -> None:
-    """End all requests that wait for a load with 503; the loads continue."""
-    if _running_resources is not None:
-        await _running_resources.loads.close()
 
 
 async def stop() -> None:

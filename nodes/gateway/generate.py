@@ -27,7 +27,7 @@ from localai_cluster.rpc.errors import Rejected, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway, gbnf, templates
-from nodes.gateway.gateway import find_definition
+from nodes.gateway.gateway import find_model
 from nodes.gateway.generation import (
     Conversation,
     ConversationMessage,
@@ -312,8 +312,7 @@ async def stream(request: InferenceRequest, generation: Generation) -> AsyncGene
 
 async def _prepare_calls(request: InferenceRequest, generation: Generation) -> "_EngineCalls":
     """Find the model's definition and render the prompts. All attempts use the result."""
-    definition = await find_definition(generation.model)
-    request.model = definition.name
+    definition = await find_model(request, generation.model)
     prompts = [
         await render_template(definition, prompt) if isinstance(prompt, Conversation) else prompt
         for prompt in generation.prompts

@@ -7,9 +7,10 @@ engine calls and their replies to deltas; a `Pipe` queues deltas for a slow clie
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -208,35 +209,23 @@ class Head:
     call_key: str = field(default_factory=lambda: os.urandom(12).hex())
 
 
-class Events(Protocol):
+class Events(ABC):
     """Renders the stream of one response as bytes. Calls must follow the order of the deltas."""
 
+    kind: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    """Content type of the response."""
+    keep_alive: ClassVar[bytes] = b": working\n\n"
+    """Bytes between two events that clients ignore."""
+    done: ClassVar[bytes] = b""
+    """Bytes that end a successful stream."""
+
+    @abstractmethod
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the encoded events for these deltas."""
-        ...
 
+    @abstractmethod
     def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the encoded events that end a stream after an error."""
-        ...
-
-
-EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
-"""Content type of server-sent events."""
-KEEP_ALIVE_COMMENT = b": working\n\n"
-"""A comment of server-sent events, which clients ignore."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamFormat:
-    """How one response is streamed: its event renderer, content type and special bytes."""
-
-    events: Events
-    done: bytes = b""
-    """Bytes that end a successful stream."""
-    kind: bytes = EVENT_STREAM_TYPE
-    """Content type of the response."""
-    keep_alive: bytes = KEEP_ALIVE_COMMENT
-    """Bytes between two events that clients ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +235,6 @@ class Dialect:
     parse: Callable[[Mapping[str, Any]], Generation]
     events: Callable[[Head], Events]
     render_response: Callable[[Head, Sequence[TextDelta]], bytes]
-    done: bytes = b""
-    kind: bytes = EVENT_STREAM_TYPE
-    keep_alive: bytes = KEEP_ALIVE_COMMENT
-    """Bytes between two events that clients ignore, as in `StreamFormat`."""
-
-    def stream_format(self, head: Head) -> StreamFormat:
-        """Return how a response with this head is streamed."""
-        return StreamFormat(self.events(head), self.done, self.kind, self.keep_alive)
 
 
 @dataclass
@@ -299,6 +280,11 @@ def merge_tool_calls(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
         )
         for index, parts in sorted(calls.items())
     ]
+
+
+def last_delta(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return the delta that ends the only choice of a response."""
+    return next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
 
 
 def total_usage(deltas: Iterable[TextDelta], n: int) -> Usage:

@@ -26,7 +26,7 @@ from django.db import Error as DatabaseError
 
 from localai_cluster import __version__
 from localai_cluster.accounts.principals import Principal, WrongKey
-from localai_cluster.kit import clock, conf, disk
+from localai_cluster.kit import clock, conf, outage
 from localai_cluster.kit.database_pool import UNREACHABLE_ERRORS, DedicatedConnection, Parameters, Pool
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
@@ -231,7 +231,7 @@ class Picker:
         self._wake()
         await self.wait_until_idle()
         if self._unsettled:
-            raise Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
+            raise outage.unreachable_error()
 
     async def exclude(self, replica: Replica, *, has_wrong_model: bool = False) -> bool:
         """Exclude a replica that failed to serve from picks. Return True if it was not excluded before.
@@ -303,9 +303,7 @@ class Picker:
                 count = await self._run_statement()
         except (*_RETRYABLE_ERRORS, *UNREACHABLE_ERRORS) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
-            self._fail_waiting(
-                Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2)
-            )
+            self._fail_waiting(outage.unreachable_error())
         except Exception:
             logger.exception("Picking failed")
             self._unsettled = True
@@ -351,10 +349,7 @@ class Picker:
         for request in requests:
             request.pick_attempts += 1
             if request.pick_attempts >= limit:
-                _fail_pick(
-                    request,
-                    Unavailable(disk.with_disk_full_hint("the database is not reachable"), retry_after=2),
-                )
+                _fail_pick(request, outage.unreachable_error())
         if requests and requests[0].pick_attempts >= limit:
             logger.warning("Cannot pick replicas: %s", error)
         return [request for request in requests if not request.pick_result.done()]

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from uuid import UUID
 
 import psycopg
@@ -39,8 +39,7 @@ class Pressure:
     A diversion is a request that did not go to the replica that caches its prompt.
     """
 
-    def __init__(self, window: timedelta = PRESSURE_WINDOW) -> None:
-        self._window = window
+    def __init__(self) -> None:
         self._times: dict[str, deque[datetime]] = {}
 
     def record(self, model: str, now: datetime) -> None:
@@ -60,7 +59,7 @@ class Pressure:
         return tuple(times)
 
     def _prune(self, times: deque[datetime], now: datetime) -> None:
-        while times and now - times[0] > self._window:
+        while times and now - times[0] > PRESSURE_WINDOW:
             times.popleft()
 
 
@@ -81,7 +80,7 @@ class PrefixRouter:
 
     def entries(self) -> int:
         """Return the number of prompt blocks in the prefix tables."""
-        return len(self._affinity)
+        return self._affinity.size
 
     def set_preferred_replica(self, request: InferenceRequest) -> None:
         """Set the preferred replica and the cached prefix ratio of the request before its pick (R2.6)."""

@@ -96,25 +96,25 @@ class _BlockOwner:
     blocks: int = 0
     removed: bool = False
 
-    def add(self, count: int, now: float, half_life: float) -> None:
+    def add(self, count: int, now: float) -> None:
         """Add the weight of `count` blocks that are used at the time `now`."""
-        self.weight = self.weight * _decay_factor(now - self.updated_at, half_life) + count
+        self.weight = self.weight * _decay_factor(now - self.updated_at) + count
         self.updated_at = now
         self.blocks += count
 
-    def subtract(self, count: int, used_at: float, now: float, half_life: float) -> None:
+    def subtract(self, count: int, used_at: float, now: float) -> None:
         """Subtract the weight of `count` blocks that were last used at the time `used_at`."""
         self.blocks -= count
         if now != self.updated_at:
-            self.weight *= _decay_factor(now - self.updated_at, half_life)
+            self.weight *= _decay_factor(now - self.updated_at)
             self.updated_at = now
         # Without blocks the weight is exactly 0, despite rounding errors.
-        weight = self.weight - count * _decay_factor(now - used_at, half_life)
+        weight = self.weight - count * _decay_factor(now - used_at)
         self.weight = weight if self.blocks and weight > 0 else 0.0
 
 
-def _decay_factor(age: float, half_life: float) -> float:
-    return float(0.5 ** (age / half_life)) if half_life and age else 1.0
+def _decay_factor(age: float) -> float:
+    return float(0.5 ** (age / HALF_LIFE_SECONDS)) if age else 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +136,7 @@ class _PrefixNode:
 class _ModelTable:
     """The radix tree of one model's prompts."""
 
-    def __init__(self, tables: "PrefixTables", ttl: float, half_life: float) -> None:
+    def __init__(self, tables: "PrefixTables", ttl: float) -> None:
         self._tables = tables
         self.nodes: dict[int, _PrefixNode] = {}
         """The node of each block."""
@@ -146,7 +146,6 @@ class _ModelTable:
         self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
         """All nodes, the least recently used first; within one chain, the last node comes first."""
         self._ttl = ttl
-        self._half_life = half_life
         self._none_expires_before = 0.0
 
     def expire(self, now: float) -> None:
@@ -200,7 +199,7 @@ class _ModelTable:
                 return is_new
             owner = self.owners[slot] = _BlockOwner(slot, now)
         node = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
-        owner.add(len(chain), now, self._half_life)
+        owner.add(len(chain), now)
         # From the end to the beginning, so that the first blocks, which most prompts share, are dropped last.
         if depth < len(chain):
             leaf = _PrefixNode(node, depth, chain[depth:], owner, now)
@@ -226,7 +225,7 @@ class _ModelTable:
     def weights(self, now: float) -> Iterator[tuple[Slot, float]]:
         """Yield the weight of each replica (R3.12). The caller must drop expired nodes first."""
         for owner in self.owners.values():
-            yield owner.slot, owner.weight * _decay_factor(now - owner.updated_at, self._half_life)
+            yield owner.slot, owner.weight * _decay_factor(now - owner.updated_at)
 
     def _split(self, node: _PrefixNode, depth: int) -> _PrefixNode:
         """Split the node after `depth` blocks of its chain; return the first part."""
@@ -257,7 +256,7 @@ class _ModelTable:
     def _subtract(self, owner: _BlockOwner, count: int, used_at: float, now: float) -> None:
         if owner.removed:
             return
-        owner.subtract(count, used_at, now, self._half_life)
+        owner.subtract(count, used_at, now)
         if not owner.blocks:
             del self.owners[owner.slot]
 
@@ -265,18 +264,12 @@ class _ModelTable:
 class PrefixTables:
     """The prefix tables of one web process by model. Times are monotonic seconds."""
 
-    def __init__(
-        self, ttl: float, half_life: float = HALF_LIFE_SECONDS, most: int = MAX_TABLE_BLOCKS
-    ) -> None:
+    def __init__(self, ttl: float, most: int = MAX_TABLE_BLOCKS) -> None:
         self._ttl = ttl
-        self._half_life = half_life
         self._most = most
         self._tables: dict[str, _ModelTable] = {}
         self.size = 0
         """Number of blocks in all tables, including blocks of removed replicas."""
-
-    def __len__(self) -> int:
-        return self.size
 
     def observe(self, model: str, chain: Chain, slot: Slot, now: float) -> bool:
         """Record that the replica received this prompt (R3.9).
@@ -287,7 +280,7 @@ class PrefixTables:
             return False
         table = self._tables.get(model)
         if table is None:
-            table = self._tables[model] = _ModelTable(self, self._ttl, self._half_life)
+            table = self._tables[model] = _ModelTable(self, self._ttl)
         is_new = table.observe(chain, slot, now)
         if (excess := self.size - self._most) > 0:
             # The model with the most blocks loses some.

@@ -15,19 +15,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import IO
 
-from localai_cluster.kit.errors import ClusterError, Unavailable
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Header, Outgoing, Send
 from nodes.gateway import generate
 from nodes.gateway.endpoint import CancelOnStop
-from nodes.gateway.generation import Dialect, Head, Pipe, StreamFormat, TextDelta
+from nodes.gateway.generation import Dialect, Events, Head, Pipe, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica, node_header
 
 KEEP_ALIVE_SECONDS = 5.0
 """Seconds without a byte to the client after which a keep-alive is sent."""
-STOPPING_MESSAGE = "this web process is stopping"
 # Proxies must not buffer the pieces.
-_STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 StoreResponse = Callable[[Head, Sequence[TextDelta]], Awaitable[None]]
 """Stores the deltas of a response before the client gets the last delta."""
@@ -37,83 +36,53 @@ class EventStream:
     """One streamed response; `play` reads its deltas and sends the events."""
 
     def __init__(
-        self, request: InferenceRequest, rendering: StreamFormat, deltas: AsyncGenerator[TextDelta, None]
+        self, request: InferenceRequest, events: Events, deltas: AsyncGenerator[TextDelta, None]
     ) -> None:
         self._request = request
-        self._rendering = rendering
+        self._events = events
         self._deltas = deltas
         self._pipe = Pipe()
         self._is_quiet = False
         self._quiet_replica: Replica | None = None
-        self._has_started = self._is_stopped = False
-        self._producer: asyncio.Future[None] | None = None
+        self._has_started = False
 
     async def play(self, send: Send) -> tuple[int, bytes]:
         """Send the events. Return the final status and the last piece of the body.
 
         Raise an error that occurs before the first byte. Raise Disconnected if the client stops reading.
         """
-        producer = self._producer = asyncio.ensure_future(self._read_deltas())
-        # Also if it is cancelled before its first step.
-        producer.add_done_callback(self._end_production)
+        producer = asyncio.create_task(self._read_deltas())
         self._check_silence()
-        _open_streams.add(self)
         try:
             with Outgoing(send) as client:
                 return await self._send_all(client, producer)
         finally:
-            _open_streams.discard(self)
             self._ticker.cancel()
-            if producer.cancel():
-                await asyncio.gather(producer, return_exceptions=True)
+            producer.cancel()
+            # This also reads its exception, which asyncio would log if the client has left.
+            await asyncio.gather(producer, return_exceptions=True)
 
-    async def _send_all(self, client: Outgoing, producer: "asyncio.Future[None]") -> tuple[int, bytes]:
+    async def _send_all(self, client: Outgoing, producer: "asyncio.Task[None]") -> tuple[int, bytes]:
         last = await self._send_deltas(client)
         try:
-            await self._check_end(producer)
+            await producer
         except ClusterError as error:
             if not self._has_started:
                 raise
-            return error.status, last + self._rendering.events.render_failure(error)
+            return error.status, last + self._events.render_failure(error)
         await self._send_head(client)
-        return 200, last + self._rendering.done
-
-    async def _check_end(self, producer: "asyncio.Future[None]") -> None:
-        """Raise the error with which the reading of deltas ended, if any."""
-        try:
-            await producer
-        except asyncio.CancelledError:
-            if self._is_stopped and producer.cancelled():
-                raise Unavailable(STOPPING_MESSAGE, retry_after=1) from None
-            raise
-
-    def stop(self) -> None:
-        """End the response with an error, because the process stops."""
-        if self._producer is not None:
-            self._is_stopped = True
-            self._producer.cancel()
+        return 200, last + self._events.done
 
     async def _read_deltas(self) -> None:
         try:
-            async with aclosing(self._deltas) as deltas:
-                async for delta in deltas:
-                    # From here on no other replica may restart the response.
-                    self._request.has_begun = True
-                    await self._pipe.put(delta)
-        except asyncio.CancelledError:
-            if self._is_stopped:
-                raise Unavailable(STOPPING_MESSAGE, retry_after=1) from None
-            raise
+            with CancelOnStop():
+                async with aclosing(self._deltas) as deltas:
+                    async for delta in deltas:
+                        # From here on no other replica may restart the response.
+                        self._request.has_begun = True
+                        await self._pipe.put(delta)
         finally:
             self._pipe.close()
-
-    def _end_production(self, producer: "asyncio.Future[None]") -> None:
-        """Close the pipe after the last delta.
-
-        The exception is read so that asyncio does not log it if the client has left.
-        """
-        self._pipe.close()
-        _ = producer.cancelled() or producer.exception()
 
     def _check_silence(self) -> None:
         """Wake the sender if nothing was sent for `KEEP_ALIVE_SECONDS`. Schedule the next check."""
@@ -130,7 +99,7 @@ class EventStream:
             if deltas:
                 self._is_quiet = False
                 await self._send_head(client)
-                events = self._rendering.events.render(deltas)
+                events = self._events.render(deltas)
                 if is_last:
                     return events
                 await client.body(events)
@@ -147,22 +116,13 @@ class EventStream:
             self._quiet_replica = self._request.replica
             return
         await self._send_head(client)
-        await client.body(self._rendering.keep_alive)
+        await client.body(self._events.keep_alive)
 
     async def _send_head(self, client: Outgoing) -> None:
         if not self._has_started:
             self._has_started = True
-            kind = (b"content-type", self._rendering.kind)
-            await client.head([kind, *_STREAM_HEADERS, *node_header(self._request)])
-
-
-_open_streams: set[EventStream] = set()
-
-
-def stop_all_streams() -> None:
-    """End all event streams of this process with an error event, because the process stops."""
-    for stream in list(_open_streams):
-        stream.stop()
+            kind = (b"content-type", self._events.kind)
+            await client.head([kind, *STREAM_HEADERS, *node_header(self._request)])
 
 
 PIECE_BYTES = 256 * 1024
@@ -195,7 +155,7 @@ async def respond(
         deltas = generate.stream(request, head.generation)
         if keep is not None:
             deltas = _store_after_last_delta(deltas, head, keep)
-        return EventStream(request, dialect.stream_format(head), deltas)
+        return EventStream(request, dialect.events(head), deltas)
     response = await generate.generate(request, head.generation)
     if keep is not None:
         await keep(head, response)

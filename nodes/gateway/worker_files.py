@@ -20,7 +20,7 @@ import msgspec
 from channels.db import database_sync_to_async
 from django.db import DatabaseError
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, outage
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.rpc.errors import BackendError, BackendFailed, DeadlineExceeded
 from nodes.gateway.request import InferenceRequest
@@ -177,7 +177,7 @@ async def open_files(request: InferenceRequest) -> AsyncIterator[WorkerFiles]:
             error.message if shows_node else f"{_WORKER_NAME} {_NO_FILES_MESSAGE}"
         ) from error
     except DatabaseError as error:
-        raise Unavailable("the database is not reachable", retry_after=2) from error
+        raise outage.unreachable_error() from error
     client = client_of(server)
     files = WorkerFiles(server, client, request.deadline, shows_node=shows_node)
     try:

@@ -13,6 +13,7 @@ from localai_cluster.kit import periodic
 from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.kit.env import is_weak_secret
 from localai_cluster.kit.quantities import counted
+from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.live.shapes import NOTICE
 from nodes.registry.mass_silence import CurrentHold
 from operations.executor.controllers import SILENCE_LIMIT, LastHeartbeats
@@ -44,16 +45,6 @@ class ClusterFacts:
     """Usage of the disk with the server's data folder; None before the first reading."""
 
 
-@dataclass(frozen=True)
-class NoticeSettings:
-    """Settings that determine the notices."""
-
-    registration_token: str
-    api_keys: tuple[str, ...]
-    allow_shared_token_nodes: bool
-    keyless_networks: tuple[str, ...] = ()
-
-
 def _make_notice(name: str, level: str, text: str, hint: str) -> Notice:
     return NOTICE.of(id=name, level=level, text=text, hint=hint)
 
@@ -69,7 +60,7 @@ def database_notice(as_of: datetime | None) -> Notice:
     )
 
 
-def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime) -> list[Notice]:
+def active_notices(facts: ClusterFacts, settings: ClusterSettings, now: datetime) -> list[Notice]:
     """Return all current notices, the most severe first."""
     return [
         *disk_notices(facts.disk),
@@ -142,7 +133,7 @@ def _is_silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
     return last_sign is None or now - last_sign > _SILENCE_LIMIT
 
 
-def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Notice]:
+def _identity_notices(facts: ClusterFacts, settings: ClusterSettings) -> list[Notice]:
     notices = []
     if facts.open_conflicts:
         conflicts = counted(facts.open_conflicts, "identity conflict")
@@ -169,15 +160,15 @@ def _version_notices(facts: ClusterFacts) -> list[Notice]:
     return [_make_notice("worker-versions", "warning", text, hint)]
 
 
-def _keyless_notices(settings: NoticeSettings) -> list[Notice]:
+def _keyless_notices(settings: ClusterSettings) -> list[Notice]:
     if not settings.keyless_networks:
         return []
-    text = f"Programs in {', '.join(settings.keyless_networks)} may use the models without a key."
+    text = f"Programs in {', '.join(map(str, settings.keyless_networks))} may use the models without a key."
     hint = "Name the smallest networks in CLUSTER_KEYLESS_NETWORKS, or give programs keys and unset it."
     return [_make_notice("keyless-networks", "warning", text, hint)]
 
 
-def _secret_notices(settings: NoticeSettings) -> list[Notice]:
+def _secret_notices(settings: ClusterSettings) -> list[Notice]:
     secrets = (
         ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", (settings.registration_token,)),
         ("weak-key", "admin key", "LOCALAI_API_KEY", settings.api_keys),

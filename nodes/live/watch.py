@@ -35,7 +35,6 @@ from nodes.live import rows, shapes
 from nodes.live.notices import (
     ClusterFacts,
     Notice,
-    NoticeSettings,
     active_notices,
     database_notice,
     disk_notices,
@@ -245,7 +244,6 @@ class NodeFeed:
         self.notices: list[Notice] = []
         self.revision_messages: dict[str, dict[str, Any]] = {}
         """Messages about changed lists, by message type."""
-        self.polls = 0
         self.watchers = 0
         self._running: asyncio.Task[None] | None = None
         self._turn = asyncio.Event()
@@ -383,12 +381,11 @@ class NodeFeed:
         if self._failing:
             log.info("nodes are read again")
             self._failing, self._readable_since = False, now
-        self.polls += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
         before, self.revision_messages = self.revision_messages, _revision_messages(snapshot)
         self._wake_watchers(
-            active_notices(self._collect_facts(snapshot), _notice_settings(), now),
+            active_notices(self._collect_facts(snapshot), conf.cluster(), now),
             moved,
             self.revision_messages != before,
         )
@@ -442,16 +439,6 @@ def _revision_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
         shapes.DEFINITIONS_CHANGED.of(revision=snapshot.definitions),
     )
     return {hint["type"]: hint for hint in messages}
-
-
-def _notice_settings() -> NoticeSettings:
-    cluster = conf.cluster()
-    return NoticeSettings(
-        cluster.registration_token,
-        cluster.api_keys,
-        cluster.allow_shared_token_nodes,
-        tuple(map(str, cluster.keyless_networks)),
-    )
 
 
 def _encode_json(message: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from nodes.models.replica import load_key
 from nodes.placement import fit, load_times, memory
 from nodes.placement.choose import Need
 from nodes.placement.sizes import STATED_NEED
+from nodes.replicas import fleet_queries
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission
 from operations.ledger.admission import Requester
@@ -127,6 +128,26 @@ class ActiveLoads:
     """By model: the nodes that its loads are restricted to."""
     replacing: Mapping[UUID, bool]
     """By replica that a load will replace: True if the load waits for the replica's memory."""
+
+
+def any_replica(model_name: str, by: Requester) -> admission.OperationRequest:
+    """Return the request for a load that any serving replica of the model satisfies."""
+    return admission.OperationRequest(
+        KIND, key=load_key(model_name), element=model_name, payload={"model": model_name}, by=by
+    )
+
+
+def request_load(model_name: str, by: Requester) -> Operation | None:
+    """Create or join the load of the model; return None if a replica serves it.
+
+    The load ends after the limit for installs unless requests wait for it. Raises Conflict while the model is
+    being unloaded or deleted.
+    """
+    if fleet_queries.is_served(model_name):
+        return None
+    now = clock.now()
+    needed_until = now + timedelta(seconds=conf.cluster().install_timeout)
+    return admission.admit(replace(any_replica(model_name, by), needed_until=needed_until), now=now).operation
 
 
 def request_scale_up(

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from django.db import DatabaseError
 
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.kit import cancellation, clock, conf
+from localai_cluster.kit import cancellation, clock, conf, outage
 from localai_cluster.kit.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.load_attempts import LoadFailed, refusals
-from nodes.loading.load_request import KIND
+from nodes.loading.load_request import KIND, any_replica
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
 from operations.causes import cause_of
@@ -240,13 +240,7 @@ class Loads:
         if load is None:
             load = self._loads[request.model] = ModelWait(_new_turn(), Operation(kind=KIND, progress=0.0))
             # The watch keeps no reference to the request, which it may outlive and whose body is large.
-            operation_request = admission.OperationRequest(
-                KIND,
-                key=load_key(request.model),
-                element=request.model,
-                payload={"model": request.model},
-                by=request.requester,
-            )
+            operation_request = any_replica(request.model, request.requester)
             load.task = asyncio.get_running_loop().create_task(self._watch(load, operation_request, deadline))
         load.deadlines.append(deadline)
         try:
@@ -319,7 +313,7 @@ def _to_client_error(error: Exception) -> ClusterError:
         return Unavailable(error.message, retry_after=5)
     if isinstance(error, DatabaseError):
         logger.warning("Cannot follow a load: %s", error)
-        return Unavailable("the database is not reachable", retry_after=2)
+        return outage.unreachable_error()
     if isinstance(error, ClusterError):
         return error
     logger.error("Following a load failed", exc_info=error)

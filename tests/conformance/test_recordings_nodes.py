@@ -260,7 +260,7 @@ async def beats_written() -> None:
     """Waits for the batch of the last heartbeat: the reference answers a beat after it has written it."""
     applications = [route.app for route in edge.ROUTES]
     (heartbeats,) = (app for app in applications if isinstance(app, HeartbeatApplication))
-    await heartbeats.wait_until_written()
+    await heartbeats._writer._batches.idle()
 
 
 async def replay() -> list[str]:

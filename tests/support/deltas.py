@@ -24,9 +24,9 @@ def answers(draw: st.DrawFn) -> list[TextDelta]:
 
 def played(dialect: Dialect, deltas: Sequence[TextDelta], data: st.DataObject) -> bytes:
     """Return the whole stream, with the deltas bundled at random."""
-    told, events, left = dialect.events(HEAD).render, b"", list(deltas)
+    stream, told, left = dialect.events(HEAD), b"", list(deltas)
     while left:
         size = data.draw(st.integers(1, len(left)))
-        events += told(left[:size])
+        told += stream.render(left[:size])
         left = left[size:]
-    return events + dialect.done
+    return told + stream.done

@@ -21,7 +21,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from localai_cluster.kit import conf, settings_table
+from localai_cluster.kit import clock, conf, settings_table
 
 # Before NumPy is imported: OpenBLAS would start a thread per processor, and we compute no matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -33,14 +33,15 @@ from localai_cluster.edge import Edge
 from localai_cluster.kit.connections import BoundedHead, WatchingSocket
 from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.management import schema_version, web_processes
-from nodes.gateway import endpoint, gateway, streams
+from nodes.gateway import endpoint, gateway
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 10.0
 """Seconds after the signal for running requests to end."""
 LAST_ANSWER_SECONDS = 1.0
-"""Further seconds for requests that wait for a load to send their error response."""
+"""Further seconds for requests that have not ended to send their error response."""
+_CANCEL_EVERY_SECONDS = 0.1
 FAREWELL_SECONDS = 1.0
 """Seconds for a websocket's client to read the close code 1012, after which it reconnects."""
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -114,10 +115,11 @@ class OrderedServer(uvicorn.Server):
         await asyncio.sleep(FAREWELL_SECONDS)
         self._cut(WatchingSocket)
         await asyncio.sleep(DRAIN_SECONDS - FAREWELL_SECONDS)
-        await gateway.end_waits()
-        endpoint.cancel_all_answers()
-        streams.stop_all_streams()
-        await asyncio.sleep(LAST_ANSWER_SECONDS)
+        # Not once: a request may still receive its body and begin to wait for an engine after that.
+        end = clock.monotonic() + LAST_ANSWER_SECONDS
+        while clock.monotonic() < end:
+            endpoint.cancel_all_answers()
+            await asyncio.sleep(_CANCEL_EVERY_SECONDS)
         for request in list(self.server_state.tasks):
             logger.warning("A request did not end within %.0f s and is cut", DRAIN_SECONDS)
             request.cancel()

@@ -16,6 +16,7 @@ from nodes.api import cluster_backends
 from nodes.api.models import wait_for_end
 from nodes.backends import catalogue, intents
 from nodes.backends.intents import Ended
+from nodes.gateway import gateway
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from operations.models import Operation
 from tests.integration.api.test_document import fits
@@ -323,7 +324,7 @@ def test_a_deletion_that_fails_is_a_502_with_the_nodes_and_their_reasons() -> No
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.rule("http-4.2")
 def test_a_deletion_that_takes_long_goes_on_and_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_backends, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(gateway, "MAX_WAIT_SECONDS", 0.0)
     node("a", has="echo")
     answer = post(SYSTEM_DELETE, name="echo")
     assert (answer.status_code, answer.json()["success"]) == (202, False)
@@ -349,7 +350,7 @@ def test_a_record_that_is_cleared_while_someone_waits_is_no_server_error(
 def test_what_is_nowhere_is_gone_and_what_is_in_the_way_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster_backends, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(gateway, "MAX_WAIT_SECONDS", 0.0)
     made = node("a")
     nowhere = post(SYSTEM_DELETE, name="other")
     assert (nowhere.status_code, nowhere.json()["message"]) == (200, "backend other is on no node")

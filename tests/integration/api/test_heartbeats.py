@@ -214,7 +214,7 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
         writer.add(replace(one, available_ram=7))
         assert await clock.wait_until(blocked, timeout=60)
         await first.commit()
-        await writer.wait_until_written()
+        await writer._batches.idle()
     assert await heard(node) == [("offline", "healthy")]
     assert (await now_of(node)).available_ram == 7
 
@@ -244,10 +244,10 @@ async def test_the_second_batch_waits_and_a_node_is_one_row(database: Counted) -
     fingerprint = hash_secret(api.SECRET)
     started = clock.monotonic()
     writer.add(heartbeats.Beat(node.id, fingerprint, clock.now(), available_ram=1))
-    await writer.wait_until_written()
+    await writer._batches.idle()
     for figure in range(5):
         writer.add(heartbeats.Beat(node.id, fingerprint, clock.now(), available_disk=figure))
-    await writer.wait_until_written()
+    await writer._batches.idle()
     assert clock.monotonic() - started >= 0.3
     assert database.statements == [heartbeats.WRITE_SQL] * 2
     assert (await now_of(node)).available_disk == 4
@@ -258,13 +258,13 @@ async def test_an_answer_does_not_wait_for_the_batch(database: Counted) -> None:
     node = await made()
     writer = BeatWriter(lambda: database, interval=0.3)
     writer.add(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=1))
-    await writer.wait_until_written()
+    await writer._batches.idle()
     gate = HeartbeatAuthenticator(lambda: database, IdentityCache())
     late = heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=2)
     assert await gate.prove(late) is None
     writer.add(late)
     await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
-    await writer.wait_until_written()
+    await writer._batches.idle()
     stored = await now_of(node)
     assert (stored.available_ram, stored.status) == (1, "pending")
 
@@ -286,7 +286,7 @@ async def test_a_lost_batch_costs_one_beat(database: Counted) -> None:
     writer = BeatWriter(lambda: flickering, interval=0.01)
     for figure in (1, 2):
         writer.add(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=figure))
-        await writer.wait_until_written()
+        await writer._batches.idle()
     assert flickering.statements == [heartbeats.WRITE_SQL]
     assert (await now_of(node)).available_ram == 2
 

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -14,11 +14,8 @@ from pytest_django import Settings
 
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
-from localai_cluster.kit.errors import Unavailable
 from localai_cluster.rpc.messages import PredictOptions, Reply
 from nodes.gateway import endpoint, streams
-from nodes.gateway.generation import StreamFormat, TextDelta
-from nodes.gateway.request import InferenceRequest
 from tests.support import hot
 from tests.support.answering import ASK, CHAT, definitions, finished, play, reply, streamed
 from tests.support.scripted import Refusal, Scripted, Step, running, words
@@ -113,7 +110,7 @@ def test_a_process_that_stops_ends_its_streams_with_an_error() -> None:
     async def scenario(*_: Any) -> Streamed:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
             await answer.until("Half an")
-            streams.stop_all_streams()
+            endpoint.cancel_all_answers()
             await work
             return answer
 
@@ -125,29 +122,11 @@ def test_a_process_that_stops_ends_its_streams_with_an_error() -> None:
     assert answer.whole
 
 
-async def test_a_stream_that_is_stopped_before_its_first_step_ends() -> None:
-    """The producer never runs then, so it cannot close the pipe."""
-
-    async def deltas() -> AsyncGenerator[TextDelta, None]:
-        yield TextDelta(0, "never")
-
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
-
-    rendering = StreamFormat(cast(Any, None))
-    stream = streams.EventStream(InferenceRequest(), rendering, deltas())
-    playing = asyncio.ensure_future(stream.play(send))
-    await asyncio.sleep(0)
-    stream.stop()
-    with pytest.raises(Unavailable, match="stopping"):
-        await asyncio.wait_for(playing, 30)
-
-
 def test_a_process_that_stops_refuses_streams_that_have_not_begun() -> None:
     async def scenario(*_: Any) -> Streamed:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
             assert await clock.wait_until(lambda: _is(engine.open > 0), timeout=60, every=0.01)
-            streams.stop_all_streams()
+            endpoint.cancel_all_answers()
             await work
             return answer
 

@@ -133,8 +133,7 @@ def test_open_networks_are_shown_as_a_warning(keyless: None) -> None:
     """C7: by `manage.py check` and on the pages, with the setting."""
     found = [message for message in run_checks() if message.id == "cluster.W005"]
     assert "192.0.2.0/28" in found[0].msg
-    settings = notices.NoticeSettings("t" * 30, (), False, ("192.0.2.0/28",))
-    (notice,) = notices._keyless_notices(settings)
+    (notice,) = notices._keyless_notices(conf.cluster())
     assert (notice["level"], "CLUSTER_KEYLESS_NETWORKS" in notice["hint"]) == ("warning", True)
 
 

@@ -1,6 +1,7 @@
 """Nodes as pages see them, what a look costs, changes and how long they are kept, what operators are told."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import __version__
-from localai_cluster.kit import names
+from localai_cluster.kit import conf, names
+from localai_cluster.kit.settings_table import ClusterSettings
 from nodes.live import notices, rows, watch
 from nodes.live.watch import History
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
@@ -340,12 +342,17 @@ def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_nu
 # What operators are told: pure.
 
 SOUND = controllers.LastHeartbeats(NOW, NOW)
-STRONG = notices.NoticeSettings("9f31c6c2d7a84e55b1", ("a8c2f09be4417d6c33",), allow_shared_token_nodes=False)
+STRONG = replace(
+    conf.cluster(),
+    registration_token="9f31c6c2d7a84e55b1",
+    api_keys=("a8c2f09be4417d6c33",),
+    allow_shared_token_nodes=False,
+)
 AT = datetime(2026, 8, 22, 10, 0, 20, tzinfo=UTC)
 
 
 def told(
-    facts: notices.ClusterFacts | None = None, settings: notices.NoticeSettings = STRONG, now: datetime = NOW
+    facts: notices.ClusterFacts | None = None, settings: ClusterSettings = STRONG, now: datetime = NOW
 ) -> list[str]:
     """The ids, after each notice was found to fit the document."""
     found = notices.active_notices(facts or notices.ClusterFacts(SOUND, 0, 0), settings, now)
@@ -412,8 +419,11 @@ def test_workers_of_another_version_are_counted() -> None:
 
 def test_weak_secrets_and_weak_identities_are_named() -> None:
     """With the setting that fixes it."""
-    weak = notices.NoticeSettings(
-        "changeme", ("a8c2f09be4417d6c33", "password"), allow_shared_token_nodes=True
+    weak = replace(
+        STRONG,
+        registration_token="changeme",
+        api_keys=("a8c2f09be4417d6c33", "password"),
+        allow_shared_token_nodes=True,
     )
     facts = notices.ClusterFacts(SOUND, open_conflicts=2, weak_nodes=1)
     assert told(facts, weak) == ["identity-conflicts", "shared-token-nodes", "weak-token", "weak-key"]

@@ -11,7 +11,7 @@ from django.contrib.auth import get_user_model
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import classify_credential, owner_of
 from localai_cluster.kit import errors
-from nodes.backends.node_commands import find_node
+from nodes.backends import node_commands
 from nodes.decisions.fleet_cache import read_fleet
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, find_refusal
@@ -386,8 +386,7 @@ def test_agents_are_never_a_target(fields: dict[str, Any]) -> None:
     (view,) = read_fleet("m")
     assert find_refusal(view) == Reason.AGENT
     assert list(BackendNode.objects.matching({})) == []
-    with pytest.raises(errors.Conflict, match="does not run backends"):
-        find_node(node.pk)
+    assert "does not run backends" in node_commands.refusal(node)
     assert not PendingBackendOp.objects.exists()
 
 

@@ -110,7 +110,10 @@ def test_a_stop_lets_requests_end_and_gives_counts_back(tmp_path: Path) -> None:
 
 
 def test_a_stop_answers_who_waits_for_a_load(tmp_path: Path) -> None:
-    """SIGTERM: a wait that outlasts the drain ends as 503 with Retry-After, not as a cut connection."""
+    """SIGTERM: a wait that outlasts the drain ends as 503 with Retry-After, not as a cut connection.
+
+    Also if the request's body arrives only after the drain.
+    """
     waiting: list[httpx.Response] = []
 
     def ask(url: str) -> None:
@@ -121,9 +124,13 @@ def test_a_stop_answers_who_waits_for_a_load(tmp_path: Path) -> None:
         asking = threading.Thread(target=ask, args=(url,))
         asking.start()
         eventually(lambda: Operation.objects.exists(), what="the request waits for a load")
-        process.send_signal(signal.SIGTERM)
+        with slow_post(url, b'{"model": "echo", "input": "a"}') as (link, rest):
+            process.send_signal(signal.SIGTERM)
+            asking.join(180)
+            link.sendall(rest)
+            late = link.makefile("rb").read()
         assert process.wait(timeout=180) == 0
-        asking.join(30)
+    assert late.startswith(b"HTTP/1.1 503 "), late
     assert [(answer.status_code, answer.headers["Retry-After"]) for answer in waiting] == [(503, "1")]
 
 
@@ -156,6 +163,18 @@ def test_headers_of_usual_size_pass_on_one_connection(tmp_path: Path) -> None:
     with serving(tmp_path) as (_, url), httpx.Client(base_url=url, timeout=20) as client:
         answers = [client.get("/healthz", headers={"X-Long": "x" * 40_000}) for _ in range(4)]
     assert [answer.status_code for answer in answers] == [200] * 4
+
+
+@contextmanager
+def slow_post(url: str, body: bytes) -> Iterator[tuple[socket.socket, bytes]]:
+    """A request whose route waits for the last byte of its body, and that byte."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\n"
+    head += f"Content-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as link:
+        link.sendall(head.encode() + body[:-1])
+        assert link.recv(4096).startswith(b"HTTP/1.1 100 ")
+        yield link, body[-1:]
 
 
 def refuses(url: str) -> bool:

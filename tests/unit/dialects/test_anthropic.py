@@ -301,7 +301,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     begun = stream.render([TextDelta(0, "Half")])
     *_, last = events(begun + stream.render_failure(Unavailable("gone")))
     assert last == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
-    assert DIALECT.keep_alive == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert stream.keep_alive == b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 # Review C10

@@ -175,7 +175,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     """A blank between lines, which keeps the connection alive, is no line."""
     stream = CHAT.events(HEAD)
     told = (
-        stream.render([TextDelta(0, "Half")]) + CHAT.keep_alive + stream.render_failure(Unavailable("gone"))
+        stream.render([TextDelta(0, "Half")]) + stream.keep_alive + stream.render_failure(Unavailable("gone"))
     )
     assert [line.get("error") for line in lines(told)] == [None, "gone"]
     answer = render_error(Unavailable("gone", retry_after=7))

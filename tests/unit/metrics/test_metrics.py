@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "metrics.md"
 BOARDS = sorted((ROOT / "examples" / "grafana").glob("*.json"))
 RULES = ROOT / "examples" / "prometheus" / "rules.yml"
+BUILD_INFO = registries.BUILD_NAME + "_info"
 BEGIN, END = "<!-- metrics -->", "<!-- end of metrics -->"
 Line = tuple[str, str, tuple[str, ...], str, str]
 
 
 def figures() -> Iterator[Line]:
     """Name, type, labels, process and meaning of all figures, one line each."""
-    yield registries.Build.NAME, "gauge", registries.Build.LABELS, "all", registries.Build.MEANING
+    yield BUILD_INFO, "gauge", ("process", "version"), "all", registries.BUILD_MEANING
     for process in registries.FIGURES:
         for figure in registries.FIGURES[process]:
             if process == "tasks" and figure in registries.FIGURES["controller"]:
@@ -157,7 +158,7 @@ def test_a_pass_and_a_start_that_raise_have_failed() -> None:
 @pytest.mark.parametrize("process", ["web", "controller", "tasks", "worker"])
 def test_a_process_tells_what_it_is_and_its_own_figures_only(process: str) -> None:
     text = registries.text(process).decode()
-    assert f'{registries.Build.NAME}{{process="{process}",version="' in text
+    assert f'{BUILD_INFO}{{process="{process}",version="' in text
     assert "process_resident_memory_bytes" in text
     assert "_created" not in text
     told = set(re.findall(r"^# TYPE (localai_cluster_\w+) ", text, re.M))

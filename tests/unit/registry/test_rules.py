@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from localai_cluster.accounts.principals import hash_secret, offered_credential, secrets_equal
 from localai_cluster.kit import errors
-from localai_cluster.web.envelopes import exception_handler, field_message, refusal_headers
+from localai_cluster.web.envelopes import exception_handler, field_message
 from localai_cluster.web.throttle import TooManyFailures
-from localai_cluster.web.wire import is_json, parse_json
+from localai_cluster.web.wire import is_json, parse_json, refusal_headers
 from nodes.registry import resources
 from nodes.registry.identity import (
     UNKNOWN_FINGERPRINT,
