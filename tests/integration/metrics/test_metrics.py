@@ -149,7 +149,9 @@ def planted(now: datetime) -> None:
         )
     WebProcess.objects.create(host="here", pid=1, seen_at=now, started_at=now)
     WebProcess.objects.create(host="gone", pid=2, seen_at=now - timedelta(hours=1), started_at=now)
-    controllers.write_heartbeat("c", bus_connected=True, now=now)
+    for owner, silence in (("c", 0.0), ("killed", controllers.SILENCE_LIMIT + 1)):
+        heard = now - timedelta(seconds=silence)
+        controllers.write_heartbeat(owner, bus_connected=True, now=heard)
 
 
 def test_the_cluster_in_eight_queries(django_assert_num_queries: DjangoAssertNumQueries) -> None:
