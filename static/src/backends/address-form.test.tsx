@@ -15,8 +15,9 @@ it("the field to change is marked, and the message describes it", () => {
   expect(marked()).toEqual([address]);
   expect(address.getAttribute("aria-describedby")).toBe(screen.getByRole("alert").id);
   fireEvent.change(address, { target: { value: "oci://images.test/mine:1" } });
-  expect(marked()).toEqual([screen.getByLabelText("Name (required for images)")]);
-  fireEvent.change(marked()[0]!, { target: { value: "mine" } });
+  const name = screen.getByLabelText("Name (required for images)");
+  expect(marked()).toEqual([name]);
+  fireEvent.change(name, { target: { value: "mine" } });
   submit();
   expect(marked()).toEqual([]);
   expect(onChoose).toHaveBeenCalledWith({ uri: "oci://images.test/mine:1", name: "mine", alias: "" });
