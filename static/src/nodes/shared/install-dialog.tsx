@@ -1,20 +1,14 @@
-// The way to a backend for this node: the picker, with the node chosen. Its code comes when it is asked for.
-import { Suspense, useMemo, type ReactNode } from "react";
+// The way to a backend for some nodes: the picker, with the nodes chosen. Its code comes when it is asked for.
+import { Suspense, type ReactNode } from "react";
 import type { InstallPickerProps } from "../../backends/picker";
 import { lazyDialog } from "../../ui/lazy";
 
 const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("../../backends/picker")).InstallPicker);
 
-interface InstallDialogProps {
-  id: string;
-  onClose: () => void;
-}
-
-export function InstallDialog({ id, onClose }: InstallDialogProps): ReactNode {
-  const nodeIds = useMemo(() => [id], [id]);
+export function InstallDialog(props: Pick<InstallPickerProps, "nodeIds" | "onClose">): ReactNode {
   return (
     <Suspense>
-      <InstallPicker nodeIds={nodeIds} onClose={onClose} />
+      <InstallPicker {...props} />
     </Suspense>
   );
 }
