@@ -13,12 +13,12 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.asgi import application
-from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.rpc.messages import PredictOptions, Reply
 from nodes.gateway import endpoint, streams
 from nodes.gateway.generation import StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest
+from tests.conftest import until
 from tests.support import hot
 from tests.support.answering import ASK, CHAT, definitions, finished, play, reply, streamed
 from tests.support.scripted import Refusal, Scripted, Step, running, words
@@ -26,10 +26,6 @@ from tests.support.streaming import Streamed, asked
 
 __all__ = ["definitions"]
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-async def _is(fact: bool) -> bool:
-    return fact
 
 
 @pytest.fixture
@@ -72,11 +68,11 @@ def test_the_first_piece_leaves_at_once(held: tuple[asyncio.Runner, asyncio.Even
 def test_a_leaving_client_ends_the_engines_work(stream: bool) -> None:
     async def scenario(*_: Any) -> None:
         async with asked(application, CHAT, ASK | {"stream": stream}) as (answer, work):
-            assert await clock.wait_until(lambda: _is(engine.sent > 0), timeout=60, every=0.01)
+            await until(lambda: engine.sent > 0)
             answer.left.set()
             await work
             assert answer.whole is False
-        assert await clock.wait_until(lambda: _is(engine.open == 0), timeout=60, every=0.01)
+        await until(lambda: engine.open == 0)
 
     engine = Scripted([*words("One"), asyncio.Event()])
     play(scenario, engine)
@@ -146,7 +142,7 @@ async def test_a_stream_that_is_stopped_before_its_first_step_ends() -> None:
 def test_a_process_that_stops_refuses_streams_that_have_not_begun() -> None:
     async def scenario(*_: Any) -> Streamed:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
-            assert await clock.wait_until(lambda: _is(engine.open > 0), timeout=60, every=0.01)
+            await until(lambda: engine.open > 0)
             streams.stop_all_streams()
             await work
             return answer
@@ -171,7 +167,7 @@ def test_a_client_may_leave_at_any_moment(stream: bool, monkeypatch: pytest.Monk
                 answer.left.set()
                 await work
                 ended.append(answer.whole)
-        assert await clock.wait_until(lambda: _is(engine.open == 0), timeout=60, every=0.01)
+        await until(lambda: engine.open == 0)
         names = ("gateway/endpoint.py", "gateway/generate.py", "gateway/streams.py")
         left = [task for task in asyncio.all_tasks() if any(name in repr(task) for name in names)]
         assert not left
@@ -201,8 +197,8 @@ def test_a_slow_reader_does_not_hold_the_engine() -> None:
     async def scenario(client: hot.Client, picker: Any) -> str:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
             answer.reading.clear()
-            assert await clock.wait_until(lambda: _is(engine.open == 0 < engine.sent), timeout=60, every=0.01)
-            assert await clock.wait_until(lambda: _is(picker.in_flight() == 0), timeout=60, every=0.01)
+            await until(lambda: engine.open == 0 < engine.sent)
+            await until(lambda: picker.in_flight() == 0)
             assert (await reply(client.post(CHAT, ASK))).status == 200
             answer.reading.set()
             await work
@@ -221,15 +217,15 @@ def test_a_slow_reader_costs_bounded_memory() -> None:
             answer.reading.clear()
             seen = -1
 
-            async def held() -> bool:
+            def held() -> bool:
                 nonlocal seen
                 before, seen = seen, engine.sent
                 return seen == before
 
-            assert await clock.wait_until(held, timeout=60, every=0.3)
+            await until(held, every=0.3)
             assert 0 < seen < 4000
             answer.reading.set()
-            assert await clock.wait_until(lambda: _is(engine.sent > seen), timeout=60, every=0.01)
+            await until(lambda: engine.sent > seen)
             answer.left.set()
 
     def endless() -> Iterable[Step]:

@@ -21,7 +21,7 @@ from nodes.downloads.downloader import Download, DownloadedFile, DownloadMeter
 from nodes.downloads.partial_files import FOLDER, BeingDownloaded, DiskFull, FolderFailed, PartialFile
 from nodes.models import FileHash
 from nodes.sources.plans import SourceFile
-from tests.conftest import BUSY
+from tests.conftest import until
 from tests.support.sources import LFS_POINTER, Refusal, Source, WebOpener, sha256_of, started
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -53,14 +53,6 @@ def models(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
     folder.mkdir()
     return folder
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until the condition is true."""
-    deadline = clock.monotonic() + 15 * BUSY
-    while not condition():
-        assert clock.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 class Memory:

@@ -29,6 +29,7 @@ from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures
 from nodes.models import PendingBackendOp, WebProcess
 from operations.executor import controllers
 from operations.models import Operation, Status
+from tests.conftest import until
 from tests.support import hot
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -329,9 +330,9 @@ def test_a_process_without_routes_of_its_own_serves_its_figures(caplog: pytest.L
         taken = socket.create_server(("127.0.0.1", 0))
         address = Address(*taken.getsockname())
         task = asyncio.create_task(connections.serve(address, MetricsApplication("controller"), again=0.01))
-        assert await clock.wait_until(lambda: _true("cannot listen" in caplog.text), timeout=60)
+        await until(lambda: "cannot listen" in caplog.text)
         taken.close()
-        assert await clock.wait_until(lambda: _answers(address), timeout=60)
+        await until(lambda: _answers(address))
         async with httpx.AsyncClient(base_url=f"http://{address}") as client:
             opened = {"Authorization": f"Bearer {SCRAPER}"}
             right = await client.get("/metrics", headers=opened)
@@ -345,10 +346,6 @@ def test_a_process_without_routes_of_its_own_serves_its_figures(caplog: pytest.L
     right, wrong, elsewhere, text = asyncio.run(scrape())
     assert (right, wrong, elsewhere) == (200, 401, 404)
     assert 'build_info{process="controller"' in text
-
-
-async def _true(value: bool) -> bool:
-    return value
 
 
 async def _answers(address: Address) -> bool:
