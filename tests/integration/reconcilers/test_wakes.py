@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from django.db import connection
@@ -282,11 +283,10 @@ async def no_intent_waits() -> None:
 @asynccontextmanager
 async def listening_controller(executor: Listener, heard: wake_ups.NodeWakeUps) -> AsyncIterator[None]:
     """The part of a controller that hears the database, connected; `heard` runs too."""
-    parts: dict[str, Any] = {field.name: Listener() for field in dataclasses.fields(controller.Parts)}
-    parts |= {"executors": {"operations": executor}, "wakes": heard, "wake_ups": WakeUps()}
+    parts = Mock(executors={"operations": executor}, wakes=heard, wake_ups=WakeUps())
     tasks = [
         asyncio.create_task(heard.run()),
-        asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),
+        asyncio.create_task(controller.listen_for_changes(parts)),
     ]
 
     try:
