@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as OutOfTime
-from datetime import timedelta
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_safe
 from django_q.models import Schedule
 
-from localai_cluster.kit import clock, conf, disk
+from localai_cluster.kit import clock, conf, disk, periodic
 from localai_cluster.messaging.servers import parse_url
 
 T = TypeVar("T")
@@ -29,8 +28,6 @@ T = TypeVar("T")
 CHECK_TIMEOUT = 1.0
 """Maximum seconds of a check."""
 NOT_REACHABLE = "not reachable"
-SCHEDULE_OVERDUE_AFTER = timedelta(seconds=30)
-"""Delay of a schedule's trigger after which no controller seems to be running."""
 
 # Enough for checks that hang; when all threads are busy, the next check times out and reports that.
 _check_threads = ThreadPoolExecutor(max_workers=12, thread_name_prefix="readyz")
@@ -141,9 +138,9 @@ def _check_controller() -> None:
         )
         if due is None:
             raise NotReady("no schedule exists: no controller has started yet")
-        if due < clock.now() - SCHEDULE_OVERDUE_AFTER:
+        if due < clock.now() - periodic.MAX_TRIGGER_DELAY:
             raise NotReady(
-                f"no controller has ticked the schedules for over {SCHEDULE_OVERDUE_AFTER.seconds} s"
+                f"no controller has ticked the schedules for over {periodic.MAX_TRIGGER_DELAY.seconds} s"
             )
     finally:
         connection.close()

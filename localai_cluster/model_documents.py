@@ -7,7 +7,6 @@ from typing import Any
 
 from localai_cluster.gallery_index import (
     FETCH_TIMEOUT,
-    GITHUB_URL,
     GalleryEntry,
     GalleryUnreadable,
     ModelFile,
@@ -22,13 +21,6 @@ from localai_cluster.gallery_index import (
 from localai_cluster.kit import untrusted
 
 
-async def model_files(
-    entry: GalleryEntry, client: WebClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
-) -> tuple[ModelFile, ...]:
-    """Return the files of a gallery's model. See `model_document` for the parameters and errors."""
-    return (await model_document(entry, client, resolve=resolve, github_url=github_url)).files
-
-
 @dataclass(frozen=True)
 class ModelDocument:
     """A model of a gallery: the settings of its definition, and its files."""
@@ -40,7 +32,7 @@ class ModelDocument:
 
 
 async def model_document(
-    entry: GalleryEntry, client: WebClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
+    entry: GalleryEntry, client: WebClient, *, resolve: ResolvePath, github_url: str
 ) -> ModelDocument:
     """Return the model of an entry, from the config file at its `url` and the entry itself.
 

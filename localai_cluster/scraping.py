@@ -30,6 +30,7 @@ from localai_cluster.metrics.kinds import PREFIX
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.models import BackendNode, NodeModel, NodeStatus, NodeType, PendingBackendOp, WebProcess
+from operations.executor import controllers
 from operations.executor.work import in_thread
 from operations.models import TERMINAL, ControllerBeat, Operation
 
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 SCRAPE_TIMEOUT = 5.0
 """Maximum seconds to read the metrics from the rows; a scraper waits for ten by default."""
 RECENT_PERIOD = timedelta(hours=1)
-HEARTBEAT_MAX_AGE = timedelta(seconds=30)
-"""Maximum age of a running controller's heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +166,9 @@ def _pending_backend_metrics(now: datetime) -> Iterator[Metric]:
 def _process_metrics(now: datetime) -> Iterator[Metric]:
     earliest = now - timedelta(seconds=conf.cluster().web_stale_after)
     web = WebProcess.objects.filter(seen_at__gte=earliest).count()
-    controllers = ControllerBeat.objects.filter(seen_at__gte=now - HEARTBEAT_MAX_AGE).count()
-    yield PROCESSES_FIGURE.of(("web", web), ("controller", controllers))
+    earliest = now - timedelta(seconds=controllers.SILENCE_LIMIT)
+    alive = ControllerBeat.objects.filter(seen_at__gte=earliest).count()
+    yield PROCESSES_FIGURE.of(("web", web), ("controller", alive))
     yield TASKS_WAITING_FIGURE.of((OrmQ.objects.count(),))
 
 

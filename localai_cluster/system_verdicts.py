@@ -10,13 +10,11 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from localai_cluster.kit.disk import DiskUsage
-from localai_cluster.kit.periodic import MAX_TASK_WAIT_SECONDS
+from localai_cluster.kit.periodic import MAX_TASK_WAIT_SECONDS, MAX_TRIGGER_DELAY
 from localai_cluster.kit.quantities import counted
 from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
 
-TRIGGER_OVERDUE_AFTER = timedelta(seconds=30)
-"""Delay of a trigger after which its schedule counts as overdue."""
 DISK_WARNING_FRACTION = 0.10
 """Free fraction of the disk below which the verdict is a warning."""
 DISK_ERROR_FRACTION = 0.03
@@ -218,7 +216,7 @@ def _schedules_verdict(facts: Facts, now: datetime) -> Verdict:
     late = [
         schedule
         for schedule in running
-        if schedule.next_run is not None and now - schedule.next_run > TRIGGER_OVERDUE_AFTER
+        if schedule.next_run is not None and now - schedule.next_run > MAX_TRIGGER_DELAY
     ]
     if late:
         hint = "Controllers trigger the schedules: start one, or look at its log."

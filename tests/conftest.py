@@ -5,6 +5,7 @@ Real servers, started once by the first test that needs them, and a deadline hel
 
 import asyncio
 import gc
+import inspect
 import os
 import ssl
 import time
@@ -207,6 +208,21 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
         pause = min(1.3 * pause, 0.1)
         time.sleep(pause)
     return found
+
+
+async def until(
+    condition: Callable[[], Any], seconds: float = 15.0, what: object = "condition", every: float = 0.01
+) -> Any:
+    """Like `eventually`, in a coroutine; `condition` may be sync or async."""
+    deadline = clock.monotonic() + BUSY * seconds
+    while True:
+        found = condition()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return found
+        assert clock.monotonic() < deadline, f"not within {BUSY * seconds} s: {what}"
+        await asyncio.sleep(every)
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,7 @@ class ChosenPassword:
         """Accept every password. Other validators check the rules."""
 
     def get_help_text(self) -> str:
-        """Return the help text for Django's forms: none."""
+        """Return the advice that Django's forms show."""
         return "A whole sentence is easier to remember and harder to guess."
 
     def password_changed(self, password: str, user: AbstractBaseUser | None = None) -> None:

@@ -47,6 +47,8 @@ def claim(folder: Path) -> None:
     )
 
 
+LOCK_TIMEOUT = 0.5
+"""Seconds to try to lock a folder: `holder_of` locks it for a moment."""
 REAPER_TIMEOUT = 60.0
 """Seconds for the process reaper of a killed run to stop its processes."""
 
@@ -60,16 +62,14 @@ class DataLock:
         """The last holder, if a run on this very folder ended without releasing the lock."""
         self._folder = folder_id(data_dir)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not wait_for(self._try_lock, LOCK_TIMEOUT):
             holder = self._read_holder()
             os.close(self._descriptor)
             raise SetupError(
                 f"{data_dir} is in use by another run (process id {holder.get('pid', 'unknown')},"
                 f" port {holder.get('port', 'unknown')}).",
                 "Stop it with Ctrl-C, or choose another CLUSTER_DATA_DIR.",
-            ) from None
+            )
         self.taken_over = self._read_holder()
         if not str(self.taken_over.get("mark", "")).startswith(f"{self._folder}."):
             self.taken_over = {}
@@ -89,6 +89,13 @@ class DataLock:
         """Release the lock."""
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _read_holder(self) -> dict[str, Any]:
         return _parse_json_object(os.pread(self._descriptor, 4096, 0))

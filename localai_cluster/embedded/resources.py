@@ -55,7 +55,7 @@ def runtime_directory(data_dir: Path) -> Path:
     return private_directory(Path(base) / f"localai-cluster-{os.geteuid()}-{tag}")
 
 
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+def port_is_free(port: int, host: str) -> bool:
     """Return True if a server could now listen on this port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -8,7 +8,7 @@ functions, so a pass reads the clock once and a test can drive it.
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 
@@ -24,18 +24,6 @@ monotonic = time.monotonic
 def since_boot() -> float:
     """Return seconds like `monotonic`, plus the time of suspend on systems with such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-async def wait_until(
-    condition: Callable[[], Awaitable[bool]], *, timeout: float, every: float = 0.05
-) -> bool:
-    """Poll `condition` every `every` seconds until it is true; return False after `timeout` seconds."""
-    deadline = monotonic() + timeout
-    while not await condition():
-        if monotonic() >= deadline:
-            return False
-        await asyncio.sleep(every)
-    return True
 
 
 _MAX_TIMER_SECONDS = 24 * 3600.0

@@ -237,22 +237,30 @@ LISTEN_RETRY_SECONDS = 30.0
 """Seconds until the next attempt to listen on an address that is in use."""
 
 
-@contextlib.asynccontextmanager
-async def serving(listener: socket.socket, application: Any) -> AsyncIterator[None]:
-    """Serve an ASGI application on `listener` within the block, then end all connections."""
-    config = uvicorn.Config(
+def server_config(application: Any, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's settings for our connections, with further `options`; uvicorn logs no requests."""
+    return uvicorn.Config(
         application,
         http=BoundedHead,
         ws=WatchingSocket,
+        ws_per_message_deflate=False,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        **options,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(listener: socket.socket, application: Any) -> AsyncIterator[None]:
+    """Serve an ASGI application on `listener` within the block, then end all connections."""
+    config = server_config(
+        application,
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=PING_INTERVAL_SECONDS,
         ws_ping_timeout=PONG_TIMEOUT,
-        ws_per_message_deflate=False,
         lifespan="off",
-        log_config=None,
         log_level="warning",
-        access_log=False,
-        proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
     )
     config.load()

@@ -192,16 +192,12 @@ class Outbound:
 
     @asynccontextmanager
     async def open_range(
-        self,
-        url: str,
-        offset: int = 0,
-        length: int | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, url: str, offset: int = 0, length: int | None = None
     ) -> AsyncIterator[SourceBody]:
         """Yield `length` bytes of the file from `offset`, or all bytes from there. Raise SourceError."""
         end = "" if length is None else str(offset + length - 1)
         ranges = {"Range": f"bytes={offset}-{end}"} if offset or length is not None else {}
-        async with self.open(url, {**(headers or {}), **ranges}) as response:
+        async with self.open(url, ranges) as response:
             yield body_of(response, offset)
 
     def is_allowed(self, host: str, port: int) -> bool:

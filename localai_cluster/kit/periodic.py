@@ -7,7 +7,7 @@ corrects their functions; it keeps an operator's own timing or pause. The contro
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from django.db.models import Min
 from django_q.brokers import get_broker
@@ -19,6 +19,8 @@ from localai_cluster.kit.transactions import Lock, try_lock
 
 MAX_TASK_WAIT_SECONDS = 30.0
 """Seconds that a task may wait in the queue. A longer wait means that no process runs tasks."""
+MAX_TRIGGER_DELAY = timedelta(seconds=30)
+"""Delay of a schedule's trigger after which no controller seems to be running."""
 MAX_BACKLOG = 20
 """Number of waiting tasks at which the ticker stops adding tasks."""
 MAX_FAILURES = 1000

@@ -37,7 +37,7 @@ class TlsFiles:
         return bool(self.ca or self.certificate or self.key)
 
     def client(self, now: datetime) -> ssl.SSLContext:
-        """Return a TLS context for outgoing connections; raise WrongFile if a file cannot be used."""
+        """Return a TLS context for outgoing connections; raise WrongTlsFile if a file cannot be used."""
         self._check_files(now)
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
@@ -48,7 +48,7 @@ class TlsFiles:
         return context
 
     def server(self, now: datetime) -> None:
-        """Check the files for a server. Raise WrongFile if a file is missing or cannot be used."""
+        """Check the files for a server. Raise WrongTlsFile if a file is missing or cannot be used."""
         self._check_files(now)
         if not self.certificate:
             raise WrongTlsFile("CERT", "is not set, although the key is")

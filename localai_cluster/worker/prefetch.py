@@ -50,12 +50,12 @@ async def prefetch(config: Config, client: httpx.AsyncClient) -> None:
     for name in config.prefetch_models:
         try:
             entry = _find_entry(name, entries)
-            files = await model_documents.model_files(
+            document = await model_documents.model_document(
                 entry, client, resolve=_create_path_resolver(config), github_url=config.github_url
             )
-            for file in files:
+            for file in document.files:
                 await _download_file(entry, file, config, downloads)
-            log.info("prefetch: model %s has its %d files", name, len(files))
+            log.info("prefetch: model %s has its %d files", name, len(document.files))
         except (ClusterError, Refusal, OSError, ValueError, httpx.HTTPError) as error:
             log.warning("prefetch: model %s was not fetched: %s", name, error or type(error).__name__)
 

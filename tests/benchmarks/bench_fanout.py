@@ -21,6 +21,7 @@ from websockets.asyncio.client import connect
 from localai_cluster.kit import clock
 from tests.benchmarks import planted
 from tests.benchmarks.counting import StatementCounter
+from tests.conftest import until
 from tests.support.cluster import ADMIN, Cluster, Process, running_cluster
 from tests.support.simulator import Act, Fleet, Script
 
@@ -58,13 +59,6 @@ async def page(web: Process, told: list[int]) -> None:
         async for text in link:
             if str(text[:24]).startswith('{"type":"operations'):
                 told.append(len(text))
-
-
-async def until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Check ten times a second until `holds` returns True."""
-    async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.1)
 
 
 async def install(

@@ -25,7 +25,6 @@ ROOMS = (
     "nodes/reconcilers/intents.py",
     "nodes/replicas/slots.py",
     "nodes/replicas/unload_requests.py",
-    "nodes/replicas/unload_requests.py",
 )
 PACKAGES = ("localai_cluster", "nodes", "operations")
 HELPERS = ("localai_cluster/kit/failpoints.py", "localai_cluster/kit/transactions.py")

@@ -13,7 +13,8 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import BusError
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
-from tests.conformance.worker_support import NatsServer, Registry, StubControlPlane, Worker, ask, eventually
+from tests.conformance.worker_support import NatsServer, Registry, StubControlPlane, Worker, ask
+from tests.conftest import until
 from tests.support.simulator import Fleet, Script, fleet
 
 
@@ -63,7 +64,7 @@ async def running(worker: Worker, bus: NatsBus) -> Worker:
         except BusError:
             return False
 
-    await eventually(answers, 15, "the worker answers")
+    await until(answers, 15, "the worker answers")
     return worker
 
 

@@ -24,7 +24,8 @@ from localai_cluster.messaging.servers import (
     revoking_token,
 )
 from nodes.registry.bus_credentials import Revocations
-from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually
+from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker
+from tests.conftest import until
 from tests.support.bus import ask
 from tests.support.ports import free_port
 
@@ -131,7 +132,7 @@ async def test_a_worker_answers_and_reports_under_its_own_name(
 
     await controller.subscribe(messages.install_progress(NODE, "op1"), note)
     await worker.publish(messages.install_progress(NODE, "op1"), b"{}")
-    await eventually(lambda: seen, what="the progress arrives")
+    await until(lambda: seen, what="the progress arrives")
     with pytest.raises(NoResponders):
         await listed(controller, "another")
     await worker.close()
@@ -192,7 +193,7 @@ async def test_new_credentials_take_over_without_losing_or_doubling_a_message(
     asking = asyncio.create_task(keep_asking())
     for _ in range(5):
         worker.use(as_node(server, NODE))
-        await eventually(partial(more_than, handled, len(handled) + 50))
+        await until(partial(more_than, handled, len(handled) + 50))
     done.set()
     await asking
     assert handled == [b"%d" % number for number in range(asked)], "each exactly once, in order"
@@ -214,8 +215,8 @@ async def test_a_revoked_user_is_out_at_once_and_others_stay(
     await asyncio.wait_for(bad.wait_connected(), 30)
     assert servers.credentials
     await revoke(server, system, servers.credentials.public_key)
-    await eventually(lambda: not bad.connected, what="the connection is closed")
-    await eventually(lambda: refusals, what="the next attempt is refused")
+    await until(lambda: not bad.connected, what="the connection is closed")
+    await until(lambda: refusals, what="the next attempt is refused")
     assert (good.connected, good.generation, controller.generation) == (True, 1, 1)
     server.stop()
     server.start()
@@ -239,7 +240,7 @@ async def test_the_server_reports_whose_connection_has_ended(
     await worker.close()
     assert servers.credentials
     user = servers.credentials.public_key
-    await eventually(lambda: user in gone, what="the user is named")
+    await until(lambda: user in gone, what="the user is named")
     await revocations._receive_disconnect(Message(advisories, b'{"client": 1}', False))
 
 
@@ -304,13 +305,13 @@ async def test_a_pending_worker_has_no_connection_until_it_is_approved(
 ) -> None:
     approval.lifetime = 0
     alone.launch()
-    await eventually(lambda: approval.registrations >= 3, 60, "it asks again")
+    await until(lambda: approval.registrations >= 3, 60, "it asks again")
     assert connections(alone, server.port) == 0
     assert not await answers(controller)
     assert not approval.control_plane.seen("/heartbeat")
     approval.lifetime = 600
-    await eventually(lambda: answers(controller), 30, "it is on the bus")
-    await eventually(lambda: approval.control_plane.seen("/heartbeat"), what="its heart beats")
+    await until(lambda: answers(controller), 30, "it is on the bus")
+    await until(lambda: approval.control_plane.seen("/heartbeat"), what="its heart beats")
 
 
 @pytest.mark.rule("nats-9.3", "nats-10")
@@ -321,7 +322,7 @@ async def test_a_worker_refreshes_at_three_quarters_and_keeps_a_running_command(
     approval.lifetime = 8  # on a busy machine the worker refreshes late, and then its requests are lost
     source = alone.source("slow", size=800_000)
     alone.launch(LOCALAI_WORKER_DOWNLOAD_RATE="50000")
-    await eventually(lambda: answers(controller), 30, "it is on the bus")
+    await until(lambda: answers(controller), 30, "it is on the bus")
     request = m.InstallRequest(backend="slow", uri=str(source), name="slow", model_id="m")
     start = asyncio.create_task(
         ask(
@@ -363,20 +364,20 @@ async def test_a_worker_that_was_out_too_long_comes_back_by_itself(
     """The reference's is deaf forever when bus and control plane are both away as its credentials expire."""
     approval.lifetime = 2
     alone.launch()
-    await eventually(lambda: answers(controller), 30, "it is on the bus")
+    await until(lambda: answers(controller), 30, "it is on the bus")
     server.stop()
     await control_plane.stop()
     expired_at = clock.monotonic() + approval.lifetime
-    await eventually(lambda: clock.monotonic() > expired_at, what="its credentials have expired")
+    await until(lambda: clock.monotonic() > expired_at, what="its credentials have expired")
     server.start()
-    await eventually(
+    await until(
         lambda: "Authorization" in alone.log.read_text() or "Expired" in alone.log.read_text(),
         60,
         "it is refused",
     )
     approval.lifetime = 600
     await control_plane.start()
-    await eventually(lambda: answers(controller), 60, "it is back")
+    await until(lambda: answers(controller), 60, "it is back")
 
 
 @pytest.mark.rule("nats-9.3")
@@ -385,8 +386,8 @@ async def test_a_worker_whose_node_is_pending_again_leaves_the_bus(
 ) -> None:
     approval.lifetime = 4
     alone.launch()
-    await eventually(lambda: answers(controller), 30, "it is on the bus")
+    await until(lambda: answers(controller), 30, "it is on the bus")
     approval.lifetime = 0
-    await eventually(lambda: connections(alone, server.port) == 0, 30, "it has left")
+    await until(lambda: connections(alone, server.port) == 0, 30, "it has left")
     with pytest.raises((NoResponders, RequestTimeout)):
         await listed(controller, NODE)

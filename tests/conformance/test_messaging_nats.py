@@ -18,7 +18,8 @@ from localai_cluster.messaging.link import Link
 from localai_cluster.messaging.messages import DecodeError, encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
-from tests.conformance.worker_support import INBOX, NatsServer, ask, eventually
+from tests.conformance.worker_support import INBOX, NatsServer, ask
+from tests.conftest import until
 
 
 async def echo(message: Message) -> bytes:
@@ -77,7 +78,7 @@ async def test_limit_one_keeps_the_order_and_more_runs_side_by_side(bus: NatsBus
     await bus.subscribe("inline", inline, limit=1)
     for index in range(50):
         await bus.publish("inline", b"%d" % index)
-    await eventually(lambda: len(seen) == 50)
+    await until(lambda: len(seen) == 50)
     assert most == 1
     assert seen == [b"%d" % index for index in range(50)]
 
@@ -133,7 +134,7 @@ async def test_refused_credentials_never_end_the_dialling(
     await nats.start()
     bus = NatsBus(parse_url(nats.url), name="refused")
     bus.start()
-    await eventually(lambda: "Authorization Violation" in caplog.text)
+    await until(lambda: "Authorization Violation" in caplog.text)
     nats.stop()
     nats.password = "p@ss:w/rd"
     await nats.start()
@@ -229,5 +230,5 @@ async def test_a_flood_of_reports_is_merged_and_none_is_dropped(
         for node in range(1000):
             await bus._live_link().client.publish(f"reports.{node}", b"%d" % number)
     await bus._live_link().client.flush()
-    await eventually(lambda: len(last) == 1000 and set(last.values()) == {b"3"}, what="the newest of each")
+    await until(lambda: len(last) == 1000 and set(last.values()) == {b"3"}, what="the newest of each")
     assert "dropped" not in caplog.text

@@ -13,7 +13,8 @@ from nodes.commands import commands
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import Done, NoCommandListener, NoResponders, Outcome, Refused
 from tests.conformance.conftest import Play
-from tests.conformance.worker_support import NatsServer, eventually
+from tests.conformance.worker_support import NatsServer
+from tests.conftest import until
 from tests.support.simulator import Act, SimulatedWorker
 from tests.support.simulator.script import MEBIBYTE, STOCK
 
@@ -53,9 +54,9 @@ async def test_a_thousand_installs_are_in_flight_at_once(
 
         running = [asyncio.create_task(install(one)) for one in simulated.workers]
         # 2 s on a machine with nothing else to do; how long it takes is the benchmark's matter.
-        await eventually(lambda: simulated.count("backend.install") == MANY, what="all have arrived")
+        await until(lambda: simulated.count("backend.install") == MANY, what="all have arrived")
         assert {one.count("backend.install") for one in simulated.workers} == {1}
-        await eventually(lambda: len(heard) == MANY, what="each has reported")
+        await until(lambda: len(heard) == MANY, what="each has reported")
         assert not any(task.done() for task in running)
         async with httpx.AsyncClient() as client:
             links = (await client.get(f"http://127.0.0.1:{nats.port + 1}/connz")).json()["connections"]

@@ -14,7 +14,8 @@ from localai_cluster.messaging.bus import Message, NoResponders, RequestTimeout
 from localai_cluster.messaging.messages import decode
 from localai_cluster.messaging.nats import NatsBus
 from tests.conformance.conftest import Play
-from tests.conformance.worker_support import Registry, ask, eventually
+from tests.conformance.worker_support import Registry, ask
+from tests.conftest import until
 from tests.support.simulator import Act, Fleet, SimulatedWorker
 from tests.support.simulator.script import STOCK
 
@@ -118,7 +119,7 @@ async def test_a_stock_worker_reports_layers_as_recorded(play: Play, bus: NatsBu
         worker = simulated.workers[0]
         subscription = await bus.subscribe(messages.install_progress(worker.node_id, "op"), keep, limit=1)
         assert (await install(bus, worker, op_id="op")).success
-        await eventually(lambda: len(events) == 20, what="all events")
+        await until(lambda: len(events) == 20, what="all events")
         await subscription.close()
     assert {json.dumps(sorted(event)) for event in events} == {json.dumps(sorted(event)) for event in seen}
     percentages = [event["percentage"] for event in events]
@@ -172,7 +173,7 @@ async def test_a_cancel_ends_the_install_of_its_operation_only(play: Play, bus: 
         worker = simulated.workers[0]
         waiting = asyncio.create_task(install(bus, worker, timeout=60, op_id="mine"))
         other = asyncio.create_task(install(bus, worker, timeout=60, op_id="other", backend="two"))
-        await eventually(lambda: worker.count("backend.install") == 2, what="both have arrived")
+        await until(lambda: worker.count("backend.install") == 2, what="both have arrived")
         subject = messages.subject("backend.cancel", worker.node_id)
         replies = [await ask(bus, subject, m.CancelRequest(op), m.CancelReply, 30) for op in ("mine", "no")]
         assert replies == [m.CancelReply(True, found=True), m.CancelReply(True, found=False)]
@@ -188,7 +189,7 @@ async def test_a_restart_answers_nothing_and_is_another_process(
         worker = simulated.workers[0]
         before = (await listed(bus, worker)).instance
         waiting = asyncio.create_task(install(bus, worker, timeout=1, op_id="lost"))
-        await eventually(lambda: worker.count("backend.install") == 1, what="it has arrived")
+        await until(lambda: worker.count("backend.install") == 1, what="it has arrived")
         await worker.restart()
         with pytest.raises(RequestTimeout):
             await waiting
@@ -204,7 +205,7 @@ async def test_a_deaf_worker_beats_and_has_no_responder(play: Play, bus: NatsBus
         with pytest.raises(NoResponders):
             await install(bus, worker)
         beats = len(registry.seen("/heartbeat"))
-        await eventually(lambda: len(registry.seen("/heartbeat")) > beats, what="it beats")
+        await until(lambda: len(registry.seen("/heartbeat")) > beats, what="it beats")
         await worker.listen()
         assert (await install(bus, worker)).success
 
@@ -214,10 +215,10 @@ async def test_a_frozen_worker_neither_beats_nor_answers_until_it_thaws(
 ) -> None:
     async with play() as simulated:
         worker = simulated.workers[0]
-        await eventually(lambda: registry.seen("/heartbeat"), what="it beats")
+        await until(lambda: registry.seen("/heartbeat"), what="it beats")
         worker.freeze()
         waiting = asyncio.create_task(install(bus, worker, timeout=60))
-        await eventually(lambda: worker.count("backend.install"), what="the message has arrived")
+        await until(lambda: worker.count("backend.install"), what="the message has arrived")
         with pytest.raises(RequestTimeout):
             await ask(
                 bus, messages.subject("backend.list", worker.node_id), m.EmptyRequest(), m.ListReply, 0.5
@@ -226,7 +227,7 @@ async def test_a_frozen_worker_neither_beats_nor_answers_until_it_thaws(
         assert not waiting.done()
         worker.thaw()
         assert (await waiting).success
-        await eventually(lambda: len(registry.seen("/heartbeat")) > beats, what="it beats again")
+        await until(lambda: len(registry.seen("/heartbeat")) > beats, what="it beats again")
 
 
 async def test_a_stock_worker_has_no_cancel_and_its_traps(play: Play, bus: NatsBus) -> None:

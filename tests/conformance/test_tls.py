@@ -20,7 +20,8 @@ from localai_cluster.messaging.messages import Gallery, encode_galleries
 from localai_cluster.messaging.nats import NatsBus, connection_problem
 from localai_cluster.messaging.servers import Servers, mint_service, mint_worker, parse_url
 from localai_cluster.worker.config import InvalidSettings, build
-from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually
+from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask
+from tests.conftest import until
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
 
@@ -124,9 +125,7 @@ async def test_a_worker_joins_over_https_and_mutual_tls(
     control_plane.credentials = minted
     del worker.environment["LOCALAI_NATS_URL"]
     worker.launch()
-    await eventually(
-        lambda: "CERTIFICATE_VERIFY_FAILED" in worker.log.read_text(), 30, "it says what is wrong"
-    )
+    await until(lambda: "CERTIFICATE_VERIFY_FAILED" in worker.log.read_text(), 30, "it says what is wrong")
     assert control_plane.calls == []
     worker.kill()
     certificate, key = authority.issue("worker")
@@ -136,7 +135,7 @@ async def test_a_worker_joins_over_https_and_mutual_tls(
         LOCALAI_NATS_TLS_CERT=str(certificate),
         LOCALAI_NATS_TLS_KEY=str(key),
     )
-    await eventually(lambda: "connected to the message bus" in worker.log.read_text(), 30, "it is on the bus")
+    await until(lambda: "connected to the message bus" in worker.log.read_text(), 30, "it is on the bus")
 
 
 @contextmanager
@@ -181,7 +180,7 @@ async def test_galleries_are_verified_by_the_system_and_not_by_the_ca_of_the_con
         return subject.rpartition(".")[0] in " ".join(await nats.subscriptions())
 
     with gallery(public) as theirs, gallery(authority) as private:
-        await eventually(listens, 30, "the worker listens")
+        await until(listens, 30, "the worker listens")
         request = m.InstallRequest("m", backend_galleries=encode_galleries([theirs, private]))
         reply = await ask(bus, subject, request, m.InstallReply, 60)
     await bus.close()

@@ -23,7 +23,8 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import Unauthenticated
 from nodes.commands import commands
 from nodes.commands.outcomes import Done, Refused
-from tests.conformance.worker_support import INBOX, TOKEN, Worker, ask, engines_of, eventually
+from tests.conformance.worker_support import INBOX, TOKEN, Worker, ask, engines_of
+from tests.conftest import until
 
 
 class Node:
@@ -73,7 +74,7 @@ class Node:
         async def holds() -> bool:
             return await self.running() == set(keys)
 
-        await eventually(holds, 30, f"only {keys} run")
+        await until(holds, 30, f"only {keys} run")
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ async def test_replicas_stops_and_ports(node: Node) -> None:
     await node.runs("m#0", "m#1", "other#0")
     await node.stop("m#1")
     await node.runs("m#0", "other#0")
-    await eventually(lambda: node.worker.events("engine", second.address) == ["free", "sigterm"])
+    await until(lambda: node.worker.events("engine", second.address) == ["free", "sigterm"])
     fourth = await node.install("engine", source, model_id="new")
     assert fourth.address not in (first.address, second.address, third.address)
     await node.stop("m")
@@ -166,7 +167,7 @@ async def test_replicas_stops_and_ports(node: Node) -> None:
     assert await node.running() == {"other#0", "new#0"}
     await node.stop("engine", force=True)
     await node.runs()
-    await eventually(lambda: node.worker.events("engine", fourth.address) == ["sigterm"])
+    await until(lambda: node.worker.events("engine", fourth.address) == ["sigterm"])
     last = await node.install("engine", source, model_id="last")
     assert last.success, last.error
     await node.bus.publish(messages.subject("backend.stop", node.id), b"null")
@@ -192,7 +193,7 @@ async def test_a_process_killed_from_outside_comes_back_elsewhere(node: Node) ->
     victim = processes.ProcessIdentity.of(node.worker.started("engine", first.address)["pid"])
     assert victim
     os.kill(victim.pid, signal.SIGKILL)
-    await eventually(lambda: not victim.alive)
+    await until(lambda: not victim.alive)
     second = await node.install("engine", source, model_id="m")
     assert second.success, second.error
     assert second.address != first.address
@@ -224,7 +225,7 @@ async def test_a_slow_install_delays_no_other_and_the_same_one_joins(bus: NatsBu
     tasks = [
         asyncio.create_task(node.install("slow", slow, op_id="op.1", install_only=True)) for _ in range(2)
     ]
-    await eventually(lambda: events)
+    await until(lambda: events)
     assert (await node.list()).backends == ()
     assert await node.running() == set()
     assert not any(task.done() for task in tasks)
@@ -247,13 +248,13 @@ async def begin_slow_install(node: Node, source: Path) -> "asyncio.Task[m.Instal
     """An install on a worker whose rate is capped, once its first bytes have moved."""
     staged = node.worker.backends / "slow.install-tmp"
     task = asyncio.create_task(node.install("slow", source, op_id="op", install_only=True))
-    await eventually(lambda: staged.is_dir() and any(staged.iterdir()), what="the copy begins")
+    await until(lambda: staged.is_dir() and any(staged.iterdir()), what="the copy begins")
     return task
 
 
 async def capped(bus: NatsBus, worker: Worker) -> Node:
     worker.launch(LOCALAI_WORKER_DOWNLOAD_RATE="1500000")
-    await eventually(lambda: "connected to the message bus" in worker.log.read_text())
+    await until(lambda: "connected to the message bus" in worker.log.read_text())
     return Node(bus, worker)
 
 
@@ -265,7 +266,7 @@ async def test_the_control_plane_cancels_an_install_and_hears_of_both(bus: NatsB
     source = worker.source("slow", size=150_000_000)
     request = m.InstallRequest("slow", uri=str(source), op_id="op.1", install_only=True)
     installing = asyncio.create_task(control.install(request, timeout=600))
-    await eventually(lambda: list(worker.backends.glob("slow.install-tmp/*")), what="the copy begins")
+    await until(lambda: list(worker.backends.glob("slow.install-tmp/*")), what="the copy begins")
     assert await control.cancel("op.1") == Done(m.CancelReply(True, found=True))
     assert await installing == Refused("cancelled", m.InstallReply(error="cancelled"))
     assert list(worker.backends.iterdir()) == []
@@ -283,7 +284,7 @@ async def test_a_command_sent_again_after_the_bus_was_lost_joins(bus: NatsBus, w
         await task
     await worker.nats.start()
     await bus.wait_connected(after=generation)
-    await eventually(lambda: worker.log.read_text().count("connected to the message bus") == 2)
+    await until(lambda: worker.log.read_text().count("connected to the message bus") == 2)
     assert (await node.install("slow", worker.sources / "slow", op_id="op", install_only=True)).success
     text = worker.log.read_text()
     assert text.count("install started") == 1
@@ -312,7 +313,7 @@ async def test_a_copy_cut_by_a_kill_is_tidied_at_the_next_start(bus: NatsBus, wo
     task.cancel()
     assert [path.name for path in worker.backends.iterdir()] == ["slow.install-tmp"]
     worker.launch()
-    await eventually(lambda: not list(worker.backends.iterdir()))
+    await until(lambda: not list(worker.backends.iterdir()))
 
 
 @pytest.mark.rule("nats-3", "W18")
@@ -357,7 +358,7 @@ async def test_install_waits_for_a_stop_under_way(node: Node) -> None:
     source = node.worker.source("engine", free_seconds=1)
     first = await node.install("engine", source, model_id="m")
     await node.stop("m#0")
-    await eventually(lambda: node.worker.events("engine", first.address))
+    await until(lambda: node.worker.events("engine", first.address))
     second = await node.install("engine", source, model_id="m")
     assert second.success, second.error
     assert second.address != first.address
@@ -368,7 +369,7 @@ async def test_a_stop_during_start_ends_the_start(node: Node) -> None:
     """worker.md §10.3: before answering, check that the process is still wanted; the reply says why not."""
     source = node.worker.source("engine", mute=True)
     starting = asyncio.create_task(node.install("engine", source, model_id="m"))
-    await eventually(lambda: engines_of(node.worker.folder))
+    await until(lambda: engines_of(node.worker.folder))
     await node.stop("m#0", force=True)
     reply = await starting
     assert (reply.success, reply.interrupted) == (False, True)

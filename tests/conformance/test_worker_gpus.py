@@ -5,7 +5,8 @@ import pytest
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.nats import NatsBus
-from tests.conformance.worker_support import Worker, ask, eventually
+from tests.conformance.worker_support import Worker, ask
+from tests.conftest import until
 
 GIB = 2**30
 
@@ -29,7 +30,7 @@ async def test_an_engine_sees_the_gpus_that_were_chosen_for_it(bus: NatsBus, run
     told = running.control_plane.seen("/register")[-1].body
     assert (told["total_vram"], [one["total_vram"] // GIB for one in told["gpus"]]) == (72 * GIB, [24, 48])
     small, large = (one["uuid"] for one in told["gpus"])
-    await eventually(lambda: free_of(running) == [24, 48], what="a beat of an idle machine")
+    await until(lambda: free_of(running) == [24, 48], what="a beat of an idle machine")
     source = running.source("engine")
 
     async def install(*gpus: str) -> m.InstallReply:
@@ -47,12 +48,12 @@ async def test_an_engine_sees_the_gpus_that_were_chosen_for_it(bus: NatsBus, run
         assert "no such GPUs" in refused.error
     first = await install(large)
     assert (first.success, first.gpus, visible(first)) == (True, (large,), large)
-    await eventually(lambda: free_of(running) == [24, 42], what="a beat with one engine")
+    await until(lambda: free_of(running) == [24, 42], what="a beat with one engine")
     assert await install(large) == first
     assert await install() == first, "who names none takes the engine as it is"
     both = await install(large, small)
     assert (both.gpus, visible(both)) == ((large, small), f"{large},{small}")
-    await eventually(lambda: free_of(running) == [21, 45], what="a beat with the engine on both")
+    await until(lambda: free_of(running) == [21, 45], what="a beat with the engine on both")
     running_subject = messages.subject("models.running", running.control_plane.node_id)
     for request, vram in ((m.RunningRequest("m#0"), 6 * GIB), (m.RunningRequest(), 0)):
         (engine,) = (await ask(bus, running_subject, request, m.RunningReply, 60)).models

@@ -22,8 +22,8 @@ from tests.conformance.worker_support import (
     Worker,
     ask,
     engines_of,
-    eventually,
 )
+from tests.conftest import until
 from tests.support.simulator import script
 
 
@@ -55,7 +55,7 @@ async def test_registration_tells_what_the_contract_says(
 ) -> None:
     """And our node secret: mode 0600, in a header, never in the log."""
     worker.launch()
-    await eventually(lambda: control_plane.seen("/register"))
+    await until(lambda: control_plane.seen("/register"))
     call = control_plane.seen("/register")[0]
     assert (call.method, call.path) == ("POST", "/api/node/register")
     assert call.headers["authorization"] == f"Bearer {TOKEN}"
@@ -78,7 +78,7 @@ async def test_registration_tells_what_the_contract_says(
     assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
     assert len(secret) == 64
     assert call.headers["x-localai-node-secret"] == secret
-    await eventually(lambda: control_plane.seen("/heartbeat"))
+    await until(lambda: control_plane.seen("/heartbeat"))
     text = worker.log.read_text()
     assert f"fingerprint={group_characters(hashlib.sha256(secret.encode()).hexdigest())}" in text
     assert TOKEN not in text
@@ -99,7 +99,7 @@ async def test_each_process_makes_another_token_for_its_engines(
     for _ in range(2):
         before = len(control_plane.seen("/register"))
         worker.launch()
-        await eventually(partial(registered_since, control_plane, before))
+        await until(partial(registered_since, control_plane, before))
         worker.kill()
     first, second = (call.body["engine_token"] for call in control_plane.seen("/register"))
     assert first != second
@@ -110,7 +110,7 @@ async def test_refused_registration_is_tried_again(worker: Worker, control_plane
     """After about 2 s, then 4 s."""
     control_plane.refusals = [500, 401]
     worker.launch()
-    await eventually(lambda: len(control_plane.seen("/register")) == 3, 20)
+    await until(lambda: len(control_plane.seen("/register")) == 3, 20)
     first, second, third = (call.at for call in control_plane.seen("/register"))
     assert 1.9 < second - first < 3.5
     assert 3.9 < third - second < 6
@@ -121,7 +121,7 @@ async def test_refused_registration_is_tried_again(worker: Worker, control_plane
 async def test_heartbeats(worker: Worker, control_plane: StubControlPlane) -> None:
     """The first one interval after start, proved by the node's own secret; real figures."""
     worker.launch()
-    await eventually(lambda: len(control_plane.seen("/heartbeat")) >= 3)
+    await until(lambda: len(control_plane.seen("/heartbeat")) >= 3)
     beat = control_plane.seen("/heartbeat")[0]
     assert beat.at - control_plane.seen("/register")[0].at >= 0.3
     assert beat.path == "/api/node/node.a%201%2Ab/heartbeat"
@@ -138,22 +138,22 @@ async def test_a_silent_bus_silences_the_heartbeat(
 ) -> None:
     """No heartbeat while NATS is down; /readyz 503, /healthz 200; both recover."""
     worker.launch()
-    await eventually(lambda: control_plane.seen("/heartbeat"))
+    await until(lambda: control_plane.seen("/heartbeat"))
     assert await probe(worker.base, "/readyz") == 200
     nats.stop()
 
     async def unready() -> bool:
         return await probe(worker.base, "/readyz") == 503
 
-    await eventually(unready)
+    await until(unready)
     count = len(control_plane.seen("/heartbeat"))
     assert await probe(worker.base, "/healthz") == 200
     assert await probe(worker.base, "/other") == 404
-    await eventually(lambda: "no heartbeat" in worker.log.read_text())
+    await until(lambda: "no heartbeat" in worker.log.read_text())
     assert len(control_plane.seen("/heartbeat")) <= count + 1
     await nats.start()
     count = len(control_plane.seen("/heartbeat"))
-    await eventually(lambda: len(control_plane.seen("/heartbeat")) > count)
+    await until(lambda: len(control_plane.seen("/heartbeat")) > count)
     assert await probe(worker.base, "/readyz") == 200
 
 
@@ -196,9 +196,9 @@ async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
     changed id to new subscriptions."""
     reply = await started(running, bus)
     control_plane.heartbeat_status, control_plane.node_id = 404, "second"
-    await eventually(lambda: len(control_plane.seen("/register")) == 2)
+    await until(lambda: len(control_plane.seen("/register")) == 2)
     control_plane.heartbeat_status = 200
-    await eventually(lambda: [c for c in control_plane.seen("/heartbeat") if "second" in c.path])
+    await until(lambda: [c for c in control_plane.seen("/heartbeat") if "second" in c.path])
     assert (
         await ask(bus, messages.subject("backend.list", "second"), m.EmptyRequest(), m.ListReply, 30)
     ).error == ""
@@ -213,13 +213,13 @@ async def test_every_process_has_an_id_of_its_own(
     listed = await ask(
         bus, messages.subject("backend.list", control_plane.node_id), m.EmptyRequest(), m.ListReply, 30
     )
-    await eventually(lambda: control_plane.seen("/heartbeat"))
+    await until(lambda: control_plane.seen("/heartbeat"))
     first = {call.headers["x-localai-node-instance"] for call in control_plane.calls}
     assert first == {listed.instance}
     running.kill()
     control_plane.calls.clear()
     running.launch()
-    await eventually(lambda: control_plane.seen("/heartbeat"))
+    await until(lambda: control_plane.seen("/heartbeat"))
     second = {call.headers["x-localai-node-instance"] for call in control_plane.calls}
     assert len(second) == 1
     assert second.isdisjoint(first)
@@ -231,12 +231,12 @@ async def test_an_admin_replaces_the_secret_of_a_running_worker(
     path = running.folder / "node-secret"
     former = path.read_text().strip()
     control_plane.rotating = True
-    rotation = (await eventually(lambda: control_plane.seen("/rotate")))[0]
+    rotation = (await until(lambda: control_plane.seen("/rotate")))[0]
     assert rotation.headers["authorization"] == f"Bearer {former}"
     secret = rotation.headers["x-localai-node-new-secret"]
-    await eventually(lambda: path.read_text().strip() == secret)
+    await until(lambda: path.read_text().strip() == secret)
     count = len(control_plane.seen("/heartbeat"))
-    await eventually(lambda: len(control_plane.seen("/heartbeat")) > count)
+    await until(lambda: len(control_plane.seen("/heartbeat")) > count)
     assert control_plane.seen("/heartbeat")[-1].headers["authorization"] == f"Bearer {secret}"
     assert len(control_plane.seen("/register")) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -248,12 +248,12 @@ async def test_a_copied_data_folder_is_told_and_does_not_register_again(
     running: Worker, control_plane: StubControlPlane
 ) -> None:
     control_plane.heartbeat_status = 409
-    await eventually(lambda: len(control_plane.seen("/heartbeat")) > 3)
+    await until(lambda: len(control_plane.seen("/heartbeat")) > 3)
 
     async def unready() -> bool:
         return await probe(running.base, "/readyz") == 503
 
-    await eventually(unready)
+    await until(unready)
     assert len(control_plane.seen("/register")) == 1
     assert worker_says(running, "data folder has been copied") == 1
     control_plane.heartbeat_status = 200
@@ -261,14 +261,14 @@ async def test_a_copied_data_folder_is_told_and_does_not_register_again(
     async def ready() -> bool:
         return await probe(running.base, "/readyz") == 200
 
-    await eventually(ready)
+    await until(ready)
 
 
 async def test_a_revoked_worker_says_what_to_do_and_keeps_quiet(
     running: Worker, control_plane: StubControlPlane
 ) -> None:
     control_plane.refusals, control_plane.heartbeat_status = [403], 401
-    await eventually(lambda: worker_says(running, "delete the file node-secret in its data folder") == 1)
+    await until(lambda: worker_says(running, "delete the file node-secret in its data folder") == 1)
     assert len(control_plane.seen("/register")) == 2
     assert "administrator approve it" in running.log.read_text()
     assert running.process
@@ -312,7 +312,7 @@ async def test_a_second_signal_hurries(running: Worker, control_plane: StubContr
     control_plane.in_flight = [1] * 60
     assert running.process
     running.process.send_signal(signal.SIGTERM)
-    await eventually(lambda: control_plane.seen("/models"))
+    await until(lambda: control_plane.seen("/models"))
     begin = clock.monotonic()
     running.process.send_signal(signal.SIGTERM)
     assert await running.ended() == 0
@@ -329,10 +329,10 @@ async def test_a_killed_worker_leaves_no_engine(
     (running.backends / "half.install-tmp").mkdir()
     (running.backends / "engine").rename(running.backends / "engine.install-backup")
     running.kill()
-    await eventually(lambda: not engines_of(running.folder))
+    await until(lambda: not engines_of(running.folder))
     running.launch()
-    await eventually(lambda: len(control_plane.seen("/register")) == 2)
-    await eventually(lambda: (running.backends / "engine" / "run.sh").exists())
+    await until(lambda: len(control_plane.seen("/register")) == 2)
+    await until(lambda: (running.backends / "engine" / "run.sh").exists())
     assert not (running.backends / "half.install-tmp").exists()
     assert (running.folder / "node-secret").read_text() == secret
 

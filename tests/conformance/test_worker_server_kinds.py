@@ -9,8 +9,8 @@ from tests.conformance.worker_support import (
     Worker,
     ask,
     engines_of,
-    eventually,
 )
+from tests.conftest import until
 from tests.wire.servers import ask as http
 
 
@@ -43,17 +43,17 @@ async def test_engines_of_one_kind_of_server_end_before_the_other_kind_is_served
 ) -> None:
     """D-ENGINE-TOKEN, D-FILE-TOKEN: the former engines accept a token that the new server does not have."""
     worker.launch(LOCALAI_WORKER_ALLOW_STOCK_FRONTEND="true")
-    await eventually(lambda: answers(worker, bus), 30)
+    await until(lambda: answers(worker, bus), 30)
     assert await install(worker, bus, "first") == worker.engine_token
     assert (await status(worker, worker.engine_token), await status(worker, TOKEN)) == (404, 401)
     control_plane.is_stock = True
-    await eventually(lambda: "everybody who has the registration token" in worker.log.read_text(), 30)
+    await until(lambda: "everybody who has the registration token" in worker.log.read_text(), 30)
     assert engines_of(worker.folder) == []
-    await eventually(lambda: answers(worker, bus), 30)
+    await until(lambda: answers(worker, bus), 30)
     assert await install(worker, bus, "second") == TOKEN
     assert (await status(worker, worker.engine_token), await status(worker, TOKEN)) == (401, 404)
     beats = len(control_plane.seen("/heartbeat"))
-    await eventually(lambda: len(control_plane.seen("/heartbeat")) > beats + 1)
+    await until(lambda: len(control_plane.seen("/heartbeat")) > beats + 1)
     assert control_plane.seen("/heartbeat")[-1].status == 200
     assert len(control_plane.seen("/register")) == 2
     assert "server='LocalAI Cluster'" in worker.log.read_text()
@@ -67,10 +67,10 @@ async def test_without_a_registration_token_files_and_engines_stay_closed(
     control_plane.is_stock = True
     worker.environment["LOCALAI_REGISTRATION_TOKEN"] = ""
     worker.launch()
-    await eventually(lambda: answers(worker, bus), 30)
+    await until(lambda: answers(worker, bus), 30)
     assert len(await install(worker, bus, "closed")) == 64
     assert await status(worker, "") == 401
     assert "stay closed. Set LOCALAI_REGISTRATION_TOKEN" in worker.log.read_text()
     assert "status=healthy server='stock LocalAI'" in worker.log.read_text()
-    await eventually(lambda: control_plane.seen("/heartbeat"))
+    await until(lambda: control_plane.seen("/heartbeat"))
     assert "authorization" not in control_plane.seen("/heartbeat")[0].headers

@@ -1,6 +1,5 @@
 """What worker and bus tests share: a real NATS server on a free port, and waiting on conditions."""
 
-import asyncio
 import hashlib
 import json
 import os
@@ -8,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import NAMESPACE_DNS, uuid5
@@ -16,11 +15,10 @@ from uuid import NAMESPACE_DNS, uuid5
 import httpx
 
 from localai_cluster.embedded.nats import nats_binary as nats_binary
-from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import Gallery, decode, encode, encode_galleries
 from localai_cluster.rpc.build import build_stubs as build_stubs
-from tests.conftest import BUSY
+from tests.conftest import until
 from tests.support import forking
 from tests.support.ports import free_port
 from tests.wire.servers import Call, HttpServer
@@ -33,22 +31,6 @@ NO_NODE = "/00000000-"
 UNKNOWN_NODE = {"error": {"code": 404, "message": "node not found", "type": "node_error"}}
 R = TypeVar("R")
 USER, PASSWORD = "tester", "p@ss:w/rd"
-
-
-async def eventually(condition: Callable[[], Any], timeout: float = 15.0, what: str = "") -> Any:
-    """The first true value of `condition` (sync or async); fails the test after a long time.
-
-    `timeout` is what a machine with nothing else to do needs at most, in seconds.
-    """
-    deadline = clock.monotonic() + BUSY * timeout
-    while True:
-        value = condition()
-        if isinstance(value, Awaitable):
-            value = await value
-        if value:
-            return value
-        assert clock.monotonic() < deadline, f"waited {BUSY * timeout} s in vain: {what or condition}"
-        await asyncio.sleep(0.02)
 
 
 class NatsServer:
@@ -69,7 +51,7 @@ class NatsServer:
         addresses = f'listen: "127.0.0.1:{self.port}"\nhttp: "127.0.0.1:{self.port + 1}"'
         self._config.write_text(f"{addresses}\nauthorization {{ {user} }}\n")
         self._launch()
-        await eventually(self._answers, what="nats-server listens")
+        await until(self._answers, what="nats-server listens")
 
     async def subscriptions(self) -> list[str]:
         """Every subject somebody listens to."""
@@ -197,7 +179,7 @@ class Worker:
         """The exit code, once it has ended by itself."""
         process = self.process
         assert process
-        await eventually(lambda: process.poll() is not None, 30, "the worker ends")
+        await until(lambda: process.poll() is not None, 30, "the worker ends")
         return int(process.returncode)
 
     def source(self, name: str, size: int = 0, **options: Any) -> Path:

@@ -11,7 +11,7 @@ from localai_cluster.kit import clock
 from tests.benchmarks import planted
 from tests.benchmarks.raw import Answer, Connection, percentile
 from tests.benchmarks.registering import AT_ONCE, BEAT_EVERY, Fleet, secret
-from tests.conftest import eventually
+from tests.conftest import eventually, until
 from tests.measure import load
 from tests.measure.sides import PROGRAMS, Side, costs
 from tests.measure.table import Goal, Rows
@@ -154,7 +154,7 @@ class _Turn:
                 answer = await asyncio.to_thread(cluster.post, web, path, {"nodes": ids})
                 answered = clock.monotonic()
                 assert answer.status_code < 300, answer.text
-                await _until(lambda sent=sent: simulated.count("backend.install") - sent >= len(ids))  # type: ignore[misc]
+                await until(lambda sent=sent: simulated.count("backend.install") - sent >= len(ids))  # type: ignore[misc]
                 commanded = max(one.at for one in simulated.received("backend.install")[-len(ids) :])
                 await self.ended(answer.json()["jobID"])
                 times.append((answered - begun, commanded - answered, clock.monotonic() - answered))
@@ -168,7 +168,7 @@ class _Turn:
     async def ended(self, job: str) -> None:
         """Wait for the operation's end."""
         query = "SELECT status FROM operations WHERE id = %s"
-        await _until(lambda: self.side.cluster.rows(query, job)[0][0] in _ENDED)
+        await until(lambda: self.side.cluster.rows(query, job)[0][0] in _ENDED)
 
     async def delete_together(self) -> None:
         body = {"verb": "remove", "ids": list(self.fleet.ids.values())}
@@ -188,13 +188,6 @@ class _Turn:
         failed = sum(answer.status >= 300 for answer in answers)
         seconds = clock.monotonic() - begun
         self.note(f"{NODES:,} nodes deleted one by one", before, NODES, s=seconds, errors=failed)
-
-
-async def _until(holds: Callable[[], bool], seconds: float = 900.0) -> None:
-    """Poll every 20 ms until it holds."""
-    async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.02)
 
 
 def memory(side: Side) -> Rows:

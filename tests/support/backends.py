@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from localai_cluster.kit.clock import wait_until
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.rpc.messages import ModelOptions
+from tests.conftest import until
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,11 +75,14 @@ async def ready(backend: Backend, *, token: str = TOKEN) -> None:
             return backend.process.poll() is not None
 
     try:
-        answered = await wait_until(healthy, timeout=READY_SECONDS, every=0.02)
+        await until(healthy)
+        assert backend.process.poll() is None
+    except AssertionError as failure:
+        raise AssertionError(
+            f"engine at {backend.address} did not start:\n{backend.log.read_text()}"
+        ) from failure
     finally:
         await client.close()
-    if not answered or backend.process.poll() is not None:
-        raise AssertionError(f"engine at {backend.address} did not start:\n{backend.log.read_text()}")
 
 
 @asynccontextmanager

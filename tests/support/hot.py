@@ -22,6 +22,7 @@ from nodes.gateway.prefix_routing import PrefixRouter
 from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, WebProcess
 from operations.executor.work import WakeUps
+from tests import conftest
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
 from tests.support.replicas import columns
@@ -218,3 +219,8 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
             connection.close()
 
     return await asyncio.to_thread(run)
+
+
+async def until(rows: Callable[[], Any], what: object = "condition") -> Any:
+    """Wait until the condition of the rows is true."""
+    return await conftest.until(lambda: in_thread(rows), 30, what)

@@ -22,6 +22,7 @@ from operations.executor.work import WakeUps, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Recorder
+from tests.conftest import until
 from tests.support import backends, hot
 from tests.support.bus import PlayedBus
 
@@ -88,11 +89,8 @@ class Stage:
         """Run the handler; retry `happens` until it succeeds. Return the exception that ended the attempt."""
         attempt = asyncio.create_task(self.handler(self.work))
 
-        async def happened() -> bool:
-            return await hot.in_thread(happens)
-
         try:
-            assert await clock.wait_until(happened, timeout=60)
+            await until(lambda: hot.in_thread(happens))
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(asyncio.shield(attempt), 60)
             assert attempt.done(), "the attempt goes on forever"

@@ -22,7 +22,6 @@ import threading
 import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from django.core.checks import Tags
@@ -127,47 +126,31 @@ def _run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, runner: TaskRunne
             runner.stop()
 
 
-@dataclass(frozen=True)
 class Parts:
     """The components of a controller, and `wake_ups`, which some of them wait for."""
 
-    executors: Mapping[str, Executor[Any]]
-    inventory: Inventory
-    file_ports: FilePorts
-    wakes: NodeWakeUps
-    scaler: ReplicaPass
-    stopper: Stopper
-    engines: StatePass
-    probes: BusProbes
-    revocations: Revocations
-    checker: UpgradeChecker
-    news: Outbox
-    wake_ups: WakeUps
+    def __init__(self, owner: str, bus: Bus) -> None:
+        self.wake_ups, lease = WakeUps(), conf.cluster().operation_lease
+        operations = OperationQueue(kinds.handlers(HandlerContext(bus, self.wake_ups)))
+        self._intents = IntentQueue(bus, load_on_other_node)
+        self.executors: Mapping[str, Executor[Any]] = {
+            "operations": Executor(owner, operations, lease=lease),
+            "intents": Executor(owner, self._intents, lease=lease),
+        }
+        self.inventory = Inventory(bus)
+        self.file_ports = FilePorts()
+        self.wakes = NodeWakeUps(self._nodes_changed)
+        self.scaler = ReplicaPass()
+        self.stopper = Stopper(bus)
+        self.engines = StatePass(bus)
+        self.probes = BusProbes(bus)
+        self.revocations = Revocations(self.probes.disconnected)
+        self.checker = UpgradeChecker(owner)
+        self.news = Outbox(bus)
 
-
-def _parts(owner: str, bus: Bus) -> Parts:
-    wake_ups, lease, queue = WakeUps(), conf.cluster().operation_lease, IntentQueue(bus, load_on_other_node)
-    table = kinds.handlers(HandlerContext(bus, wake_ups))
-    on_nodes, probes = Executor(owner, queue, lease=lease), BusProbes(bus)
-
-    async def nodes_changed() -> None:
-        await queue.nodes_changed()
-        on_nodes.wake()
-
-    return Parts(
-        executors={"operations": Executor(owner, OperationQueue(table), lease=lease), "intents": on_nodes},
-        inventory=Inventory(bus),
-        file_ports=FilePorts(),
-        wakes=NodeWakeUps(nodes_changed),
-        scaler=ReplicaPass(),
-        stopper=Stopper(bus),
-        engines=StatePass(bus),
-        probes=probes,
-        revocations=Revocations(probes.disconnected),
-        checker=UpgradeChecker(owner),
-        news=Outbox(bus),
-        wake_ups=wake_ups,
-    )
+    async def _nodes_changed(self) -> None:
+        await self._intents.nodes_changed()
+        self.executors["intents"].wake()
 
 
 def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
@@ -198,7 +181,7 @@ async def run(stop: asyncio.Event) -> None:
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus = NatsBus(bus_access.service_servers("controller"), name="controller")
     bus.start()
-    parts = _parts(owner, bus)
+    parts = Parts(owner, bus)
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
     for name, executor in parts.executors.items():
         metrics.ATTEMPTS_RUNNING.labels(name).set_function(executor.running)

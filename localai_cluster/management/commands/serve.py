@@ -30,7 +30,7 @@ import uvicorn
 
 from localai_cluster.asgi import application
 from localai_cluster.edge import Edge
-from localai_cluster.kit.connections import BoundedHead, WatchingSocket
+from localai_cluster.kit.connections import BoundedHead, WatchingSocket, server_config
 from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.management import schema_version, web_processes
 from nodes.gateway import endpoint, gateway
@@ -59,19 +59,13 @@ class OrderedServer(uvicorn.Server):
         self._edge, self._parent = edge, parent
         self._scheme = "https" if tls else "http"
         super().__init__(
-            uvicorn.Config(
+            server_config(
                 edge,
                 loop="uvloop",
-                http=BoundedHead,
-                ws=WatchingSocket,
                 ws_max_size=MAX_MESSAGE_BYTES,
                 ws_ping_interval=_PING_EVERY,
                 ws_ping_timeout=_PONG_WITHIN,
-                ws_per_message_deflate=False,
                 lifespan="on",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 ssl_certfile=tls.certificate or None,

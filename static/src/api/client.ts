@@ -2,6 +2,7 @@
 // what can be done; a 401 also tells the session (`whenSignedOut`), so that a person can sign in over the page
 // without losing what is typed.
 import createClient from "openapi-fetch";
+import { Listeners } from "../lib/listeners";
 import type { paths } from "./schema";
 
 /** The code of what was sent and not answered: no one knows whether it was done. */
@@ -41,15 +42,10 @@ interface Result<Data> {
   response: Response;
 }
 
-type Refused = (sentAt: number) => void;
+const refusals = new Listeners<[sentAt: number]>();
 
-const listeners = new Set<Refused>();
-
-/** Calls `listener` after a 401, with the time of the request (ms of this page); returns a function that unsubscribes. */
-export function whenSignedOut(listener: Refused): () => void {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
-}
+/** Calls a function after a 401, with the time of the request (ms of this page); returns a function that unsubscribes. */
+export const whenSignedOut = refusals.subscribe;
 
 function cookie(name: string): string {
   const cookiePair = document.cookie.split("; ").find((pair) => pair.startsWith(`${name}=`));
@@ -100,7 +96,7 @@ function unreachable(error: unknown): Error {
 }
 
 function notifySignedOut(sentAt: number): void {
-  for (const listener of listeners) listener(sentAt);
+  refusals.notify(sentAt);
 }
 
 /** The answer's body; raises `ApiError` for anything but a success. */

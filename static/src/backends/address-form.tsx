@@ -7,12 +7,12 @@ export function AddressForm({ onChoose }: { onChoose: (address: Address) => void
   const [address, setAddress] = useState<Address>({ uri: "", name: "", alias: "" });
   const [sent, setSent] = useState(false);
   const messageId = useId();
-  const problem = sent ? addressProblem(address) : "";
+  const problem = sent ? addressProblem(address) : null;
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     setSent(true);
     const trimmed = { uri: address.uri.trim(), name: address.name.trim(), alias: address.alias.trim() };
-    if (addressProblem(trimmed) === "") onChoose(trimmed);
+    if (addressProblem(trimmed) === null) onChoose(trimmed);
   };
   const field = (name: keyof Address, label: string, description: string) => (
     <label className="field">
@@ -23,8 +23,8 @@ export function AddressForm({ onChoose }: { onChoose: (address: Address) => void
         placeholder={description}
         autoCapitalize="none"
         spellCheck={false}
-        aria-invalid={problem !== "" && undefined}
-        aria-describedby={problem === "" ? undefined : messageId}
+        aria-invalid={problem?.field === name || undefined}
+        aria-describedby={problem?.field === name ? messageId : undefined}
         onChange={(event) => setAddress({ ...address, [name]: event.target.value })}
       />
     </label>
@@ -35,9 +35,9 @@ export function AddressForm({ onChoose }: { onChoose: (address: Address) => void
       {field("uri", "Address", "oci://…, https://… or /path")}
       {field("name", "Name (required for images)", "my-backend")}
       {field("alias", "Alias (optional)", "")}
-      {problem !== "" && (
+      {problem !== null && (
         <p className="problem" role="alert" id={messageId}>
-          {problem}
+          {problem.text}
         </p>
       )}
       <div>

@@ -3,20 +3,23 @@ import { addressProblem, isImage, keyOf } from "./address";
 
 const NOTHING = { uri: "", name: "", alias: "" };
 
+const LETTERS = "Use only letters, digits, dots, hyphens and underscores in the name.";
+const NAMELESS = { field: "name", text: "Enter a name. An image has no name of its own." };
+
 it.each([
-  [{ uri: "/srv/mine" }, ""],
-  [{ uri: "https://files.test/mine.tar.gz" }, ""],
-  [{ uri: "ocifile:///srv/mine.tar" }, ""],
-  [{ uri: "oci://images.test/mine:1", name: "mine", alias: "other" }, ""],
-  [{}, "Enter an address."],
-  [{ uri: "   " }, "Enter an address."],
-  [{ uri: "mine" }, "Enter an image, a URL or a path that begins with /."],
-  [{ uri: "oci://images.test/mine:1" }, "Enter a name. An image has no name of its own."],
-  [{ uri: "images.test/mine:1" }, "Enter a name. An image has no name of its own."],
-  [{ uri: "/srv/mine", name: "a b" }, "Use only letters, digits, dots, hyphens and underscores in the name."],
-  [{ uri: "/srv/mine", alias: "-x" }, "Use only letters, digits, dots, hyphens and underscores in the name."],
+  [{ uri: "/srv/mine" }, null],
+  [{ uri: "https://files.test/mine.tar.gz" }, null],
+  [{ uri: "ocifile:///srv/mine.tar" }, null],
+  [{ uri: "oci://images.test/mine:1", name: "mine", alias: "other" }, null],
+  [{}, { field: "uri", text: "Enter an address." }],
+  [{ uri: "   " }, { field: "uri", text: "Enter an address." }],
+  [{ uri: "mine" }, { field: "uri", text: "Enter an image, a URL or a path that begins with /." }],
+  [{ uri: "oci://images.test/mine:1" }, NAMELESS],
+  [{ uri: "images.test/mine:1" }, NAMELESS],
+  [{ uri: "/srv/mine", name: "a b" }, { field: "name", text: LETTERS }],
+  [{ uri: "/srv/mine", alias: "-x" }, { field: "alias", text: LETTERS }],
 ])("an address says what it lacks: %o", (input, problem) => {
-  expect(addressProblem({ ...NOTHING, ...input })).toBe(problem);
+  expect(addressProblem({ ...NOTHING, ...input })).toEqual(problem);
 });
 
 it("an archive's path is no image, and the name is what it is known by", () => {

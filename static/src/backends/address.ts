@@ -17,16 +17,16 @@ export function isImage(uri: string): boolean {
   return uri.startsWith("oci://") || BARE_IMAGE.test(uri);
 }
 
-/** Why it cannot be sent; "" if it can. */
-export function addressProblem({ uri, name, alias }: Address): string {
+/** Why it cannot be sent, and the field to change; null if it can. */
+export function addressProblem({ uri, name, alias }: Address): { field: keyof Address; text: string } | null {
   const where = uri.trim();
-  if (where === "") return "Enter an address.";
-  if (where.length > LONGEST_ADDRESS) return `Enter an address of at most ${LONGEST_ADDRESS} characters.`;
-  if (!where.includes("://") && !where.startsWith("/") && !isImage(where)) return "Enter an image, a URL or a path that begins with /.";
-  for (const entered of [name.trim(), alias.trim()]) {
-    if (entered !== "" && (!NAME.test(entered) || entered.length > LONGEST_NAME)) return "Use only letters, digits, dots, hyphens and underscores in the name.";
+  if (where === "") return { field: "uri", text: "Enter an address." };
+  if (where.length > LONGEST_ADDRESS) return { field: "uri", text: `Enter an address of at most ${LONGEST_ADDRESS} characters.` };
+  if (!where.includes("://") && !where.startsWith("/") && !isImage(where)) return { field: "uri", text: "Enter an image, a URL or a path that begins with /." };
+  for (const [field, entered] of [["name", name.trim()], ["alias", alias.trim()]] as const) {
+    if (entered !== "" && (!NAME.test(entered) || entered.length > LONGEST_NAME)) return { field, text: "Use only letters, digits, dots, hyphens and underscores in the name." };
   }
-  return name.trim() === "" && isImage(where) ? "Enter a name. An image has no name of its own." : "";
+  return name.trim() === "" && isImage(where) ? { field: "name", text: "Enter a name. An image has no name of its own." } : null;
 }
 
 /** The name of the installation, or else the address. */

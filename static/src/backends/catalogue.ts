@@ -2,6 +2,7 @@
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
 import { count } from "../lib/format";
+import { matchesWords, wordsOf } from "../lib/words";
 import type { components } from "../api/schema";
 import type { LiveNode } from "../live/messages";
 
@@ -52,15 +53,12 @@ export interface CatalogueFilter {
 }
 
 export function search(entries: readonly Entry[], filter: CatalogueFilter): Entry[] {
-  const words = filter.term.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = wordsOf(filter.term);
   return entries
     .filter((entry) => (filter.builds || !entry.isAlias) && (filter.development || !entry.isDevelopment))
     .filter((entry) => !filter.tag || entry.tags.includes(filter.tag))
     .filter((entry) => !filter.runnable || entry.variants.length > 0)
-    .filter((entry) => {
-      const text = [entry.name, entry.description, entry.gallery, ...entry.tags].join(" ").toLowerCase();
-      return words.every((word) => text.includes(word));
-    })
+    .filter((entry) => matchesWords(filter.term, [entry.name, entry.description, entry.gallery, ...entry.tags].join(" ")))
     .sort((left, right) => rank(right, words) - rank(left, words));
 }
 

@@ -1,6 +1,7 @@
 // The view of installed backends: rows from the cluster's list, the upgrades, the catalogue and the live
 // nodes; which of them show; and on which nodes an action is taken. Pure.
 import type { components } from "../api/schema";
+import { matchesWords } from "../lib/words";
 import type { LiveNode, Operation } from "../live/messages";
 import { isActive } from "../live/store";
 import { onBackend } from "../nodes/detail/words";
@@ -182,10 +183,9 @@ export function isAway(node: LiveNode): boolean {
 
 /** Backends with an upgrade first, by name. */
 export function shownRows(rows: readonly Row[], filter: InstalledFilter): Row[] {
-  const words = filter.term.toLowerCase().split(/\s+/).filter(Boolean);
   return rows
     .filter((row) => IN_STATE[filter.state](row) && (filter.variants || !row.isVariant) && (filter.development || !row.isDevelopment))
-    .filter((row) => words.every((word) => row.name.toLowerCase().includes(word)))
+    .filter((row) => matchesWords(filter.term, row.name))
     .sort((left, right) => Number(right.upgrade !== null) - Number(left.upgrade !== null));
 }
 

@@ -2,6 +2,7 @@
 // stops nothing and forgets nothing, and opening it again for the same backend shows how they went.
 import { useSyncExternalStore } from "react";
 import { ApiError, type NodeRefusal } from "../api/client";
+import { Listeners } from "../lib/listeners";
 import { install, type WaveOptions } from "../operations/calls";
 import { keyOf, type Address } from "./address";
 import type { Sent } from "./picker-model";
@@ -17,14 +18,11 @@ export function isTheirs(sent: Sent | undefined): boolean {
 
 export class Runs {
   private readonly runs = new Map<string, Run>();
-  private readonly listeners = new Set<() => void>();
+  private readonly changes = new Listeners();
 
   constructor(private readonly send: (nodeIDs: readonly string[], backend: string, waves: WaveOptions | null) => Promise<{ jobID: string }>) {}
 
-  readonly subscribe = (listener: () => void): (() => void) => {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  };
+  readonly subscribe = this.changes.subscribe;
 
   readonly of = (backend: string): Run => this.runs.get(backend) ?? NONE;
 
@@ -83,7 +81,7 @@ export class Runs {
 
   private put(backend: string, run: Run): void {
     this.runs.set(backend, run);
-    for (const listener of this.listeners) listener();
+    this.changes.notify();
   }
 }
 

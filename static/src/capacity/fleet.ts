@@ -1,5 +1,5 @@
 // The memory of the fleet as one picture: of each node its pools (a GPU each, or the whole), in groups, with sums. Pure.
-import { gpusOf, gpuWords, usedVram, vramLimit } from "../live/gpus";
+import { gpuWords, usedVram, vramLimit } from "../live/gpus";
 import type { LiveNode } from "../live/messages";
 import { shownStatus } from "../nodes/shared/node-status";
 
@@ -28,8 +28,8 @@ function pool(name: string, total: number, available: number, reserved: number, 
 export function poolsOf(node: LiveNode, resource: Resource): Pool[] {
   if (resource === "ram") return node.total_ram > 0 ? [pool("", node.total_ram, node.available_ram, 0)] : [];
   if (resource === "disk") return node.total_disk > 0 ? [pool("", node.total_disk, node.available_disk, 0)] : [];
-  const gpus = gpusOf(node);
-  if (gpus.length > 0) return gpus.map((gpu) => pool(`GPU ${gpu.index}`, gpu.total_vram, gpu.free_vram, gpu.reserved_vram ?? 0, gpu.utilization));
+  const gpus = node.gpus;
+  if (gpus.length > 0) return gpus.map((gpu) => pool(`GPU ${gpu.index}`, gpu.total_vram, gpu.free_vram, gpu.reserved_vram, gpu.utilization));
   if (node.total_vram <= 0) return [];
   const limit = vramLimit(node);
   return [pool("", limit, limit - usedVram(node), node.reserved_vram)];

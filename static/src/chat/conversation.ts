@@ -2,6 +2,7 @@
 // nowhere else; another person begins with an empty one. What comes is taken in once a frame.
 import { useSyncExternalStore } from "react";
 import { ApiError } from "../api/client";
+import { Listeners } from "../lib/listeners";
 import { NextFrame } from "../lib/next-frame";
 import type { LiveStore } from "../live/store";
 import { whenOver } from "../shell/session";
@@ -28,7 +29,7 @@ const LONGEST_REST_MS = 30_000;
 
 export class Conversation {
   private chat = EMPTY;
-  private readonly listeners = new Set<() => void>();
+  private readonly changes = new Listeners();
   private readonly came: Piece[] = [];
   private readonly frame = new NextFrame(() => this.takeIn());
   private resting = false;
@@ -41,10 +42,7 @@ export class Conversation {
 
   readonly read = (): Chat => this.chat;
 
-  readonly subscribe = (listener: () => void): (() => void) => {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  };
+  readonly subscribe = this.changes.subscribe;
 
   /** Changes what is typed or chosen. */
   set(change: Partial<Pick<Chat, "model" | "settings" | "draft">>): void {
@@ -169,7 +167,7 @@ export class Conversation {
 
   private change(target: Partial<Chat>): void {
     this.chat = { ...this.chat, ...target };
-    for (const listener of this.listeners) listener();
+    this.changes.notify();
   }
 }
 

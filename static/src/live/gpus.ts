@@ -2,37 +2,12 @@
 import { bytes, count } from "../lib/format";
 import type { LiveNode } from "./messages";
 
-export interface Gpu {
-  index: number;
-  uuid: string;
-  name: string;
-  total_vram: number;
-  free_vram: number;
-  /** Percent; null if its driver does not report it. */
-  utilization: number | null;
-  /** The memory that loads have reserved there; absent in the worker's own report. */
-  reserved_vram?: number;
-  /** Degrees Celsius. */
-  temperature?: number;
-  /** Watts. */
-  power?: number;
-  /** The most watts that its driver lets it draw. */
-  power_limit?: number;
-  /** Uncorrected memory errors since the driver was loaded. */
-  ecc_errors?: number;
-  /** "550.54.15, CUDA 12.4" */
-  driver?: string;
-}
-
-/** By their numbers; none while the worker does not list them. */
-export function gpusOf(node: LiveNode): readonly Gpu[] {
-  return node.gpus;
-}
+export type Gpu = LiveNode["gpus"][number];
 
 /** "2 × NVIDIA L4", or the vendor where they are not listed; "" without a GPU. */
 export function gpuWords(node: LiveNode): string {
   const names = new Map<string, number>();
-  for (const { name } of gpusOf(node)) names.set(name, (names.get(name) ?? 0) + 1);
+  for (const { name } of node.gpus) names.set(name, (names.get(name) ?? 0) + 1);
   if (names.size === 0) return node.gpu_vendor;
   return [...names].map(([name, many]) => (many === 1 ? name : `${many} × ${name}`)).join(", ");
 }
@@ -46,7 +21,7 @@ export function gpuActivity({ utilization, temperature, power, power_limit: limi
 
 /** The versions of the GPUs' drivers, each once; "" if none is known. */
 export function driversOf(node: LiveNode): string {
-  return [...new Set(gpusOf(node).flatMap(({ driver }) => driver ?? []))].join("; ");
+  return [...new Set(node.gpus.flatMap(({ driver }) => driver ?? []))].join("; ");
 }
 
 /** "3 GPUs, 72 GiB" */

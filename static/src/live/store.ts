@@ -1,5 +1,6 @@
 // The live state, changed by the messages of the feed and by nothing else. `apply` is pure; the
 // store gathers messages and applies them once a frame, so that a burst of ten thousand costs as much as one.
+import { Listeners } from "../lib/listeners";
 import { NextFrame } from "../lib/next-frame";
 import type { BackendsMessage, FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
 
@@ -161,21 +162,16 @@ function patched(
   return nodes;
 }
 
-type Listener = () => void;
-
 /** Holds the state and notifies its listeners, at most once a frame. */
 export class LiveStore {
   private state = EMPTY;
   private readonly waiting: FeedMessage[] = [];
-  private readonly listeners = new Set<Listener>();
+  private readonly changes = new Listeners();
   private readonly frame = new NextFrame(() => this.set(apply(this.state, this.waiting.splice(0), Date.now())));
 
   readonly read = (): LiveState => this.state;
 
-  readonly subscribe = (listener: Listener): (() => void) => {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  };
+  readonly subscribe = this.changes.subscribe;
 
   /** Takes a message; it shows with the next frame. */
   push(message: FeedMessage): void {
@@ -194,6 +190,6 @@ export class LiveStore {
   private set(state: LiveState): void {
     if (state === this.state) return;
     this.state = state;
-    for (const listener of this.listeners) listener();
+    this.changes.notify();
   }
 }

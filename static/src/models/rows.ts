@@ -1,5 +1,6 @@
 // Models as one list: what is defined, what runs, what is being loaded and what failed. Pure.
 import { compareNames } from "../lib/format";
+import { matchesWords } from "../lib/words";
 import type { components } from "../api/schema";
 import type { LiveModel, LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
@@ -139,12 +140,7 @@ export function addressOf({ term, shown, sort }: ModelFilter): URLSearchParams {
 }
 
 export function filterRows(rows: readonly ModelRow[], { term, shown }: Pick<ModelFilter, "term" | "shown">): ModelRow[] {
-  const words = term.toLowerCase().split(/\s+/).filter(Boolean);
-  return rows.filter((row) => {
-    if (!isShown(row, shown)) return false;
-    const text = `${row.name} ${backendOf(row)}`.toLowerCase();
-    return words.every((word) => text.includes(word));
-  });
+  return rows.filter((row) => isShown(row, shown) && matchesWords(term, `${row.name} ${backendOf(row)}`));
 }
 
 function isShown(row: ModelRow, shown: Shown): boolean {

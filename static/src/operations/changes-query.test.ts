@@ -1,5 +1,6 @@
 import { describe, expect, it } from "vitest";
-import { addressOf, NO_FILTERS, requestParams, filtersIn, isNarrowed, pageOf, words } from "./changes-query";
+import { NO_FILTERS, requestParams, filtersIn, pageOf, words } from "./changes-query";
+import { addressOf, isNarrowed } from "./filters-address";
 
 describe("the filters of Changes (UW32)", () => {
   it("are what the address says, and make the same address", () => {

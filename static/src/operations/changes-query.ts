@@ -1,5 +1,6 @@
 // The filters of Changes, in the address and in the request; the text of an entry. Pure.
 import type { components, operations } from "../api/schema";
+import { addressOf, timeIn } from "./filters-address";
 
 type AuditParams = NonNullable<operations["audit_list"]["parameters"]["query"]>;
 export type Change = components["schemas"]["AuditEntry"];
@@ -30,33 +31,20 @@ export const SORTS: readonly (readonly [sort: string, label: string])[] = [
 /** The filters in the address; an invalid value is left out. */
 export function filtersIn(query: URLSearchParams): Filters {
   const text = (name: string, longest: number) => (query.get(name) ?? "").trim().slice(0, longest);
-  const time = (name: string) => {
-    const at = Date.parse(text(name, 64));
-    return Number.isNaN(at) ? "" : new Date(at).toISOString();
-  };
   const kind = text("kind", 64);
   return {
     kind: SORTS.some(([sort]) => sort === kind) ? kind : "",
     actor: text("actor", 150),
     subject: text("subject", 64),
-    from: time("from"),
-    to: time("to"),
+    from: timeIn(query, "from"),
+    to: timeIn(query, "to"),
   };
-}
-
-/** The address of these filters. */
-export function addressOf(filters: Filters): URLSearchParams {
-  return new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
 }
 
 /** The parameters of the request; 0 stands for the newest. */
 export function requestParams(filters: Filters, cursor: number): AuditParams {
   const params: Record<string, string> = Object.fromEntries(addressOf(filters));
   return { ...params, ...(cursor === 0 ? {} : { cursor }) };
-}
-
-export function isNarrowed(filters: Filters): boolean {
-  return Object.values(filters).some((value) => value !== "");
 }
 
 const OF_PARTS: Readonly<Record<string, string>> = { cancelled_part: "cancelled on one node", dismissed_part: "dismissed" };

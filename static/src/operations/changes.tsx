@@ -4,6 +4,7 @@ import { keepPreviousData, useInfiniteQuery } from "@tanstack/react-query";
 import { useMemo, type ReactNode } from "react";
 import { Link } from "react-router";
 import { call, client } from "../api/client";
+import { useDebounced } from "../lib/debounced";
 import { useInAddress } from "../lib/in-address";
 import { Button } from "../ui/button";
 import { DateField } from "../ui/date-field";
@@ -11,14 +12,15 @@ import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { Ago } from "../ui/time";
 import "./activity.css";
-import { addressOf, NO_FILTERS, requestParams, filtersIn, isNarrowed, pageOf, SORTS, words, type Change, type Filters } from "./changes-query";
-import { Choice, useSettled, Words } from "./fields";
+import { NO_FILTERS, requestParams, filtersIn, pageOf, SORTS, words, type Change, type Filters } from "./changes-query";
+import { Choice, SEARCH_AFTER_MS, Words } from "./fields";
+import { addressOf, isNarrowed } from "./filters-address";
 import { From } from "./lines";
 import { ActivityHead } from "./tabs";
 
 export function ChangesPage(): ReactNode {
   const [filters, setFilters] = useInAddress(filtersIn, addressOf);
-  const audit = useAudit(useSettled(filters));
+  const audit = useAudit(useDebounced(filters, SEARCH_AFTER_MS));
   const entries = useMemo(() => audit.data?.pages.flatMap((page) => page.entries) ?? [], [audit.data]);
   const empty = audit.data !== undefined && entries.length === 0;
   return (

@@ -1,19 +1,9 @@
 // The fields of a filter bar, as History and Changes have them.
-import { useEffect, useId, useState, type ReactNode } from "react";
+import { useId, type ReactNode } from "react";
 import { Select, type Option } from "../ui/select";
 
 /** The search starts when typing pauses. */
-const SETTLED_MS = 300;
-
-/** The filters once typing rests. */
-export function useSettled<Filters>(filters: Filters): Filters {
-  const [settled, setSettled] = useState(filters);
-  useEffect(() => {
-    const timer = setTimeout(() => setSettled(filters), SETTLED_MS);
-    return () => clearTimeout(timer);
-  }, [filters]);
-  return settled;
-}
+export const SEARCH_AFTER_MS = 300;
 
 interface FieldProps {
   label: string;

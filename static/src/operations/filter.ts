@@ -1,4 +1,5 @@
 // The filter of the Activity page, which is in the address. Pure.
+import { matchesWords } from "../lib/words";
 import type { Operation } from "../live/messages";
 
 export type Show = "all" | "models" | "backends" | "cluster";
@@ -36,12 +37,10 @@ export function addressOf({ show, q }: Choice): URLSearchParams {
 
 /** True if every word of the search is in the operation's texts. */
 export function finds(q: string, operation: Operation): boolean {
-  const words = q.normalize("NFKC").toLowerCase().split(/\s+/).filter(Boolean);
-  if (words.length === 0) return true;
+  if (q === "") return true;
   const { name, kind, nodeName, nodes, actor, status, message, error, jobID } = operation;
   const places = (nodes ?? []).map((node) => node.node_name);
-  const text = [name, kind, nodeName, ...places, actor, status, message, error, jobID].join(" ").normalize("NFKC").toLowerCase();
-  return words.every((word) => text.includes(word));
+  return matchesWords(q, [name, kind, nodeName, ...places, actor, status, message, error, jobID].join(" "));
 }
 
 /** Cluster: what happens on a node of its own, the loading of models too. */

@@ -1,6 +1,7 @@
 import { describe, expect, it } from "vitest";
 import { took } from "./history-details";
-import { addressOf, NO_FILTERS, requestParams, exportOf, filtersIn, isNarrowed, spans } from "./history-query";
+import { NO_FILTERS, requestParams, exportOf, filtersIn, spans } from "./history-query";
+import { addressOf, isNarrowed } from "./filters-address";
 
 const NODE = "0190c2f4-9d2e-7c11-8a52-3f1b1c9f0a11";
 

@@ -1,5 +1,6 @@
 // The filters of History, in the address and in the request. Pure.
 import type { operations } from "../api/schema";
+import { addressOf, timeIn } from "./filters-address";
 import { KINDS } from "./words";
 
 type HistoryParams = NonNullable<operations["operations_history"]["parameters"]["query"]>;
@@ -26,10 +27,6 @@ const UUID = /^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i;
 /** The filters in the address; an invalid value is left out. */
 export function filtersIn(query: URLSearchParams): Filters {
   const text = (name: string) => (query.get(name) ?? "").trim().slice(0, 255);
-  const time = (name: string) => {
-    const at = Date.parse(text(name));
-    return Number.isNaN(at) ? "" : new Date(at).toISOString();
-  };
   const node = text("node");
   const outcome = text("outcome");
   return {
@@ -38,14 +35,9 @@ export function filtersIn(query: URLSearchParams): Filters {
     kind: KINDS.some(([kind]) => kind === text("kind")) ? text("kind") : "",
     outcome: OUTCOMES.find((option) => option === outcome) ?? "",
     actor: text("actor"),
-    from: time("from"),
-    to: time("to"),
+    from: timeIn(query, "from"),
+    to: timeIn(query, "to"),
   };
-}
-
-/** The address of these filters, and what the server is asked. */
-export function addressOf(filters: Filters): URLSearchParams {
-  return new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
 }
 
 export function requestParams(filters: Filters, cursor: string): HistoryParams {
@@ -56,10 +48,6 @@ export function requestParams(filters: Filters, cursor: string): HistoryParams {
 /** The address of the export. */
 export function exportOf(filters: Filters, format: NonNullable<Exported["format"]>): string {
   return `/api/operations/history/export?${new URLSearchParams([["format", format], ...addressOf(filters)])}`;
-}
-
-export function isNarrowed(filters: Filters): boolean {
-  return Object.values(filters).some((value) => value !== "");
 }
 
 interface Span {

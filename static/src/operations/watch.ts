@@ -1,6 +1,7 @@
 // The state of the strip and the Activity page: groups with their pace, made from the store a few times a second
 // (no one reads sixty figures a second), once for all who look. It also notices what ends.
 import { useContext, useSyncExternalStore } from "react";
+import { Listeners } from "../lib/listeners";
 import { LiveContext } from "../live/hooks";
 import type { Operation } from "../live/messages";
 import type { LiveStore } from "../live/store";
@@ -27,7 +28,7 @@ export class Watch {
   private work = NOTHING;
   private readonly paces = new Paces();
   private readonly listeners = new Set<() => void>();
-  private readonly enders = new Set<(announcements: readonly End[]) => void>();
+  private readonly endings = new Listeners<[announcements: readonly End[]]>();
   private timer: ReturnType<typeof setTimeout> | undefined;
   private lastRefresh = 0;
   private stop: () => void = () => undefined;
@@ -45,11 +46,8 @@ export class Watch {
     };
   };
 
-  /** Calls `listener` with what has ended, each end once, while somebody looks. */
-  readonly onEnds = (listener: (announcements: readonly End[]) => void): (() => void) => {
-    this.enders.add(listener);
-    return () => this.enders.delete(listener);
-  };
+  /** Calls a function with what has ended, each end once, while somebody looks. */
+  readonly onEnds = this.endings.subscribe;
 
   private start(): void {
     this.stop = this.store.subscribe(() => this.soon());
@@ -79,7 +77,7 @@ export class Watch {
     this.work = { isKnownTotal: operationsSeq !== null, operations, groups: nextGroups, paces: this.measured(nextGroups, now) };
     for (const listener of this.listeners) listener();
     const announcements = ends(previous, operations);
-    if (announcements.length > 0) for (const ender of this.enders) ender(announcements);
+    if (announcements.length > 0) this.endings.notify(announcements);
     if (nextGroups.some((group) => group.active.length > 0)) this.timer = setTimeout(() => this.refresh(), REFRESH_MS);
   }
 

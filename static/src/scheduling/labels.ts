@@ -1,4 +1,5 @@
 // The labels of all nodes, searched as forgivingly as people type. Pure.
+import { wordsOf } from "../lib/words";
 import type { LiveNode } from "../live/messages";
 import { listedLabels, written } from "../nodes/shared/labels";
 
@@ -19,7 +20,7 @@ export function forgiving(text: string, word: string): boolean {
 
 /** The nodes of which every word is in the name, the id, a key, a value or a `key=value`. */
 export function labelled(nodes: readonly LiveNode[], term: string): LiveNode[] {
-  const words = term.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = wordsOf(term);
   if (words.length === 0) return [...nodes];
   return nodes.filter((node) => {
     const texts = [node.name, node.id, ...listedLabels(node).map(([key, value]) => written(key, value))].map((text) => text.toLowerCase());

@@ -7,6 +7,7 @@ import { addressOf, termIn } from "../backends/catalogue";
 import { useThrottledNodes } from "../backends/throttled-nodes";
 import { count, exact, formatTimeLeft } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
+import { matchesWords } from "../lib/words";
 import { useNow } from "../live/hooks";
 import { modelAddress, placesOf, type Places } from "../models/rows";
 import { LabelChips } from "../nodes/shared/names";
@@ -66,8 +67,7 @@ function Rules({ rules, onOpen }: { rules: readonly Rule[]; onOpen: (opened: Ope
   const [term, setTerm] = useInAddress(termIn, addressOf);
   const nodes = useThrottledNodes();
   const columns = useMemo(() => columnsOf(placesOf(nodes.values()), onOpen), [nodes, onOpen]);
-  const words = term.toLowerCase().split(/\s+/).filter(Boolean);
-  const matches = rules.filter((rule) => words.every((word) => `${rule.model_name} ${rule.node_selector ?? ""}`.toLowerCase().includes(word)));
+  const matches = rules.filter((rule) => matchesWords(term, `${rule.model_name} ${rule.node_selector ?? ""}`));
   return (
     <>
       <div className="row wrap">

@@ -16,6 +16,8 @@ let answer: () => Promise<unknown>;
 const PLAN: RulePlan = {
   replicas_now: 1, wanted: 3, loads: [{ node: "a", why: "most VRAM free" }], retires: [],
   unsatisfiable: { reason: "no node with room for one more", counts: { offline: 2, "no free slot for this model": 1 } }, misses: [],
+  loading: 0, left_out: 0, says: "", waits_until: null,
+  rule: { model_name: "m", min_replicas: 3, max_replicas: 0, node_selector: {}, spread_all: false },
 };
 
 beforeEach(() => {

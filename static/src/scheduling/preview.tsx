@@ -1,53 +1,28 @@
 // The preview of a rule while it is typed: the server decides as its next pass would and changes nothing. It is requested
 // when typing pauses, and only for a rule that can be sent.
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
-import { useEffect, useState, type ReactNode } from "react";
+import { type ReactNode } from "react";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
+import { useDebounced } from "../lib/debounced";
 import { count } from "../lib/format";
 import { Problem } from "../ui/problem";
 import { bodyOf, validateDraft, type Draft } from "./rules";
 
 type Miss = components["schemas"]["PlacementMiss"];
-
-interface Step {
-  node: string;
-  why: string;
-}
+type Step = components["schemas"]["NodeWithReason"];
 
 /** The server's preview of a rule that is not saved. */
-export interface RulePlan {
-  replicas_now: number;
-  wanted: number;
-  loads: readonly Step[];
-  retires: readonly Step[];
-  unsatisfiable: { reason: string; counts: Readonly<Record<string, number>> } | null;
-  misses: readonly Miss[];
-}
+export type RulePlan = components["schemas"]["RulePlan"];
 
-const PAUSE_MS = 400;
-
-/** The value once it has not changed for a while. */
-function usePaused<Value>(value: Value): Value {
-  const [paused, setPaused] = useState(value);
-  useEffect(() => {
-    const timer = setTimeout(() => setPaused(value), PAUSE_MS);
-    return () => clearTimeout(timer);
-  }, [value]);
-  return paused;
-}
-
-function planned(draft: Draft, signal: AbortSignal): Promise<RulePlan> {
-  const body = { rule: bodyOf(draft) } as unknown as components["schemas"]["PlacementPlanRequest"];
-  return call(client.POST("/api/placement/plan", { body, signal })) as unknown as Promise<RulePlan>;
-}
+const ASK_AFTER_MS = 400;
 
 export function Preview({ draft }: { draft: Draft }): ReactNode {
-  const paused = usePaused(draft);
+  const paused = useDebounced(draft, ASK_AFTER_MS);
   const isValid = Object.keys(validateDraft(paused)).length === 0;
   const { data, error, refetch, isFetching } = useQuery({
     queryKey: ["scheduling", "preview", bodyOf(paused)],
-    queryFn: ({ signal }) => planned(paused, signal),
+    queryFn: async ({ signal }) => (await call(client.POST("/api/placement/plan", { body: { rule: bodyOf(paused) }, signal }))) as RulePlan,
     enabled: isValid,
     placeholderData: keepPreviousData,
     staleTime: 0,

@@ -7,7 +7,7 @@ import { LiveContext, useChange, useLive } from "../live/hooks";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Banner } from "./banners";
-import { notifySessionEnd, refetchPerson, reloadPage, useSetSession, type Person } from "./session";
+import { fetchPerson, notifySessionEnd, reloadPage, useSetSession, type Person } from "./session";
 import { SignInForm } from "./sign-in-form";
 
 /** A session reported as ended again this soon after a check is over. */
@@ -85,7 +85,7 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
     // A late answer to a request of the previous session.
     if (isFetching.current || sentAt < held.current) return;
     isFetching.current = true;
-    const person = performance.now() - held.current < TWICE_MS ? null : await refetchPerson().catch(() => null);
+    const person = performance.now() - held.current < TWICE_MS ? null : await fetchPerson().catch(() => null);
     isFetching.current = false;
     if (person === null) {
       latest.current.end();
@@ -99,7 +99,7 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   useChange(connection, () => {
     if (connection === "signed-out") void check(performance.now());
     // The permission may be gone: then the gate shows it.
-    if (connection === "forbidden") void refetchPerson().then((person) => person !== null && setSession(person), () => undefined);
+    if (connection === "forbidden") void fetchPerson().then((person) => person !== null && setSession(person), () => undefined);
   });
 }
 
@@ -109,7 +109,7 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
  */
 function useSomebodyElse(user: Person): void {
   const connection = useLive((state) => state.connection);
-  const compare = useCallback(() => void refetchPerson().then((person) => person !== null && person.id !== user.id && reloadPage(), () => undefined), [user.id]);
+  const compare = useCallback(() => void fetchPerson().then((person) => person !== null && person.id !== user.id && reloadPage(), () => undefined), [user.id]);
   useChange(connection, (previous) => {
     if (connection === "live" && previous === "stale") compare();
   });
@@ -130,7 +130,7 @@ function useReturn(over: boolean, back: Back): void {
     if (!over) return;
     const checkIdle = () => {
       if (document.hidden) return;
-      void refetchPerson().then((person) => person !== null && latest.current(person), () => undefined);
+      void fetchPerson().then((person) => person !== null && latest.current(person), () => undefined);
     };
     document.addEventListener("visibilitychange", checkIdle);
     return () => document.removeEventListener("visibilitychange", checkIdle);

@@ -3,12 +3,14 @@ import { useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-q
 import { useAction, type Action } from "../api/action";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
+import { Listeners } from "../lib/listeners";
 
 export type Person = components["schemas"]["Person"];
 
 const SESSION = ["session"] as const;
 
-async function fetchPerson(): Promise<Person | null> {
+/** Asks the server without touching what is known: the page decides what a change means. */
+export async function fetchPerson(): Promise<Person | null> {
   return (await call(client.GET("/api/auth/status"))).user;
 }
 
@@ -17,27 +19,17 @@ export function useSession(): UseQueryResult<Person | null> {
   return useQuery({ queryKey: SESSION, queryFn: fetchPerson, staleTime: Infinity, gcTime: Infinity });
 }
 
-/** Asks the server again without touching what is known: the page decides what a change means. */
-export function refetchPerson(): Promise<Person | null> {
-  return fetchPerson();
-}
-
 /** Begins anew: nothing of another account may stay in memory. */
 export function reloadPage(): void {
   window.location.reload();
 }
 
-const listeners = new Set<() => void>();
+const ends = new Listeners();
 
-/** Calls `listener` when it is known that this page's session is over; returns how to stop that. */
-export function whenOver(listener: () => void): () => void {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
-}
+/** Calls a function when it is known that this page's session is over; returns how to stop that. */
+export const whenOver = ends.subscribe;
 
-export function notifySessionEnd(): void {
-  for (const listener of listeners) listener();
-}
+export const notifySessionEnd = ends.notify;
 
 export interface Credentials {
   username: string;

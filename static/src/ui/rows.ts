@@ -80,13 +80,6 @@ export function csv<Row>(columns: readonly Column<Row>[], rows: readonly Row[]):
   return [valued.map(({ title }) => field(title)), ...rows.map((row) => valued.map(({ value }) => field(value?.(row) ?? null)))].map((line) => `${line.join(",")}\r\n`).join("");
 }
 
-/** Has the browser save `text` as a file. */
-export function download(name: string, text: string): void {
-  const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
-  Object.assign(document.createElement("a"), { href: url, download: name }).click();
-  URL.revokeObjectURL(url);
-}
-
 export interface Selection {
   ids: ReadonlySet<string>;
   /** Selects all of these, or none of them if all are. */

@@ -2,6 +2,7 @@
 // Single keys work only outside of fields, menus and dialogs, and can be turned off; a combination with Ctrl or Cmd
 // works in fields too.
 import { useEffect, useRef, useSyncExternalStore } from "react";
+import { Listeners } from "../lib/listeners";
 import { keep, recall } from "../lib/storage";
 
 export interface Shortcut {
@@ -21,21 +22,16 @@ const FIELDS = "input:not([type='checkbox']), textarea, select, [contenteditable
 const OWN_KEYS = `${FIELDS}, [role='dialog'], [role='alertdialog'], [role='menu'], [role='listbox'], [role='combobox']`;
 
 let shortcuts: readonly Shortcut[] = [];
-const listeners = new Set<() => void>();
+const changes = new Listeners();
 
 function publish(next: readonly Shortcut[]): void {
   shortcuts = next;
-  for (const listener of listeners) listener();
-}
-
-function subscribe(listener: () => void): () => void {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
+  changes.notify();
 }
 
 /** The keys that work now. */
 export function useShortcuts(): readonly Shortcut[] {
-  return useSyncExternalStore(subscribe, () => shortcuts);
+  return useSyncExternalStore(changes.subscribe, () => shortcuts);
 }
 
 export function singleKeysWork(): boolean {
@@ -43,12 +39,12 @@ export function singleKeysWork(): boolean {
 }
 
 export function useSingleKeys(): boolean {
-  return useSyncExternalStore(subscribe, singleKeysWork);
+  return useSyncExternalStore(changes.subscribe, singleKeysWork);
 }
 
 export function setSingleKeys(work: boolean): void {
   keep(OFF_KEY, work ? null : "off");
-  for (const listener of listeners) listener();
+  changes.notify();
 }
 
 /** Takes `keys` while the component is there and `enabled`; the last one that takes them gets them. */

@@ -1,10 +1,11 @@
 // Light or dark: the system's, unless a person has chosen; the choice stays in this browser.
 import { useSyncExternalStore } from "react";
+import { Listeners } from "../lib/listeners";
 import { keep, recall } from "../lib/storage";
 
 const KEY = "theme";
 const DARK = "(prefers-color-scheme: dark)";
-const listeners = new Set<() => void>();
+const changes = new Listeners();
 
 export type Theme = "light" | "dark" | "system";
 
@@ -22,7 +23,7 @@ function show(): void {
   const theme = chosen();
   const isDark = theme === "dark" || (theme === "system" && window.matchMedia(DARK).matches);
   document.documentElement.dataset["theme"] = isDark ? "dark" : "light";
-  for (const listener of listeners) listener();
+  changes.notify();
 }
 
 export function startTheme(): void {
@@ -30,17 +31,12 @@ export function startTheme(): void {
   window.matchMedia(DARK).addEventListener("change", show);
 }
 
-function subscribe(listener: () => void): () => void {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
-}
-
 /** The chosen theme, live. */
 export function useTheme(): Theme {
-  return useSyncExternalStore(subscribe, chosen);
+  return useSyncExternalStore(changes.subscribe, chosen);
 }
 
 /** True if the page is dark now: for what is drawn on a canvas. */
 export function useDark(): boolean {
-  return useSyncExternalStore(subscribe, () => document.documentElement.dataset["theme"] === "dark");
+  return useSyncExternalStore(changes.subscribe, () => document.documentElement.dataset["theme"] === "dark");
 }

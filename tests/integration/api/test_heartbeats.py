@@ -22,6 +22,7 @@ from nodes.models import BackendNode, NodeEvent
 from nodes.registry import claims, heartbeats, lifecycle, overrides
 from nodes.registry.heartbeats import IdentityCache
 from operations.changes.events import NODES, conninfo
+from tests.conftest import until
 from tests.support import api
 from tests.support.beating import Counted, beat, made, now_of
 
@@ -205,14 +206,11 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
     one = heartbeats.Beat(node.id, node.fingerprint, clock.now())
     batch = heartbeats._write_parameters([heartbeats._encode(one, "")])
 
-    async def blocked() -> bool:
-        return bool(await database.pool.fetch_rows(_BLOCKED, {}))
-
     async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
         await first.execute(heartbeats.WRITE_SQL, batch)
         writer = BeatWriter(lambda: database, interval=0.01)
         writer.add(replace(one, available_ram=7))
-        assert await clock.wait_until(blocked, timeout=60)
+        await until(lambda: database.pool.fetch_rows(_BLOCKED, {}))
         await first.commit()
         await writer._batches.idle()
     assert await heard(node) == [("offline", "healthy")]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NotConnected, RequestTimeout
@@ -19,6 +18,7 @@ from nodes.backends.intents import Intent
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
 from operations.models import OperationTarget
+from tests.conftest import until
 from tests.support import hot
 from tests.support.intents import INSTALL, Stage, limits, quick
 
@@ -81,7 +81,7 @@ async def test_progress_is_that_of_the_part_on_its_node(stage: Stage) -> None:
         )  # fmt: skip
         heard_on = messages.install_progress_everywhere(op_id)
         await stage.bus.handlers[heard_on](Message(subject, encode(event), False))
-        assert await clock.wait_until(shown, timeout=60)
+        await until(shown)
         return INSTALLED
 
     stage.answers(reported)

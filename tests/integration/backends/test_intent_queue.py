@@ -1,7 +1,6 @@
 """One attempt at an intent when its worker is late, silent, gone or asked to stop; the bus is played."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -42,13 +41,6 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage()
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    async def holds() -> bool:
-        return await hot.in_thread(condition)
-
-    assert await clock.wait_until(holds, timeout=60), what
-
-
 def amber() -> bool:
     return OperationTarget.objects.filter(overdue_since__isnull=False).exists()
 
@@ -79,7 +71,7 @@ async def test_a_late_answer_ends_what_is_overdue(stage: Stage, monkeypatch: pyt
     stage.answers(late)
     intent = await hot.in_thread(stage.begins, INSTALL)
     attempt = asyncio.create_task(stage.carries_out(intent))
-    await until(amber, "it is overdue")
+    await hot.until(amber, "it is overdue")
     part = await stage.part(intent)
     assert part.status == "running_on_worker"
     assert "the worker may still be busy with it" in part.reason
@@ -227,10 +219,7 @@ async def test_an_attempt_whose_node_goes_offline_ends_at_once(stage: Stage) -> 
     stage.answers(NEVER)
     attempt = asyncio.create_task(stage.carries_out(intent))
 
-    async def sent() -> bool:
-        return bool(stage.sent)
-
-    assert await clock.wait_until(sent, timeout=60)
+    await hot.until(lambda: bool(stage.sent))
     await stage.queue.nodes_changed()
     assert not attempt.done(), "nothing has happened to its node"
     await hot.in_thread(lambda: BackendNode.objects.update(offline_at=clock.now()))
@@ -380,7 +369,7 @@ async def test_an_install_runs_although_the_loads_that_wait_for_it_hold_all_slot
 
     async def load(work: Work) -> None:
         installs = await hot.in_thread(ask, INSTALL, node)
-        await until(lambda: completed(installs), "installed")
+        await hot.until(lambda: completed(installs), "installed")
 
     request = OperationRequest("probe", key="probe:x", element="x", by=Requester("test"))
     operation = (await hot.in_thread(lambda: admit(request, now=clock.now()))).operation
@@ -390,7 +379,7 @@ async def test_an_install_runs_although_the_loads_that_wait_for_it_hold_all_slot
     ]
     tasks = [asyncio.create_task(executor.run()) for executor in running]
     try:
-        await until(lambda: completed(operation), "loaded")
+        await hot.until(lambda: completed(operation), "loaded")
     finally:
         await asyncio.gather(*(executor.stop() for executor in running))
         for task in tasks:
@@ -411,12 +400,12 @@ async def test_a_worker_that_never_answers_holds_up_no_other_node() -> None:
     try:
         first = await hot.in_thread(ask, INSTALL, silent)
         running.wake()
-        await until(
+        await hot.until(
             lambda: bool(bus.asked[messages.subject("backend.install", str(silent.id))]), "it has begun"
         )
         second = await hot.in_thread(ask, INSTALL, well)
         running.wake()
-        await until(lambda: completed(second), "the other one is done")
+        await hot.until(lambda: completed(second), "the other one is done")
         listed = (await hot.in_thread(feed.snapshot)).operations
         assert [(one["jobID"], one["status"]) for one in listed] == [(str(first.id), "processing")]
     finally:
@@ -441,10 +430,10 @@ async def test_a_cancel_ends_the_attempt_and_stops_the_worker() -> None:
     try:
         operation = await hot.in_thread(ask, INSTALL, node)
         running.wake()
-        await until(lambda: bool(bus.asked[install]), "it has begun")
+        await hot.until(lambda: bool(bus.asked[install]), "it has begun")
         await hot.in_thread(lambda: admission.cancel(operation.id, actor="anna", now=clock.now()))
         running.wake(cancelled=True)
-        await until(lambda: not PendingBackendOp.objects.exists(), "it is called off")
+        await hot.until(lambda: not PendingBackendOp.objects.exists(), "it is called off")
         assert len(bus.asked[install]) == len(bus.asked[stop]) == 1
         await hot.in_thread(operation.refresh_from_db)
         assert operation.status == "cancelled"

@@ -31,6 +31,7 @@ from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry import change, lifecycle
 from operations.changes import events
+from tests.conftest import until
 from tests.support import api, hot
 from tests.support import intents as wished
 from tests.support.effort import EFFORT
@@ -148,13 +149,6 @@ async def asking(bus: Bus) -> AsyncIterator[inventory.Inventory]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def holds() -> bool:
-        return await hot.in_thread(condition)
-
-    assert await clock.wait_until(holds, timeout=180)
 
 
 async def ask(bus: Bus, node: BackendNode) -> bool:
@@ -356,9 +350,9 @@ async def test_the_loop_asks_sixteen_at_once_and_all_in_the_end() -> None:
     for node in nodes:
         bus.lists(node, ECHO)
     async with asking(bus):
-        await until(lambda: len(bus.asked) == inventory.PARALLEL)
+        await hot.until(lambda: len(bus.asked) == inventory.PARALLEL)
         bus.gate.set()
-        await until(lambda: NodeBackend.objects.count() == 40)
+        await hot.until(lambda: NodeBackend.objects.count() == 40)
     assert (bus.most, len(bus.asked)) == (inventory.PARALLEL, 40)
 
 
@@ -380,7 +374,7 @@ async def test_a_node_that_does_not_answer_is_asked_ever_less_often() -> None:
         assert earliest <= pause <= latest
     async with asking(bus) as running:
         running.wake()
-        await until(lambda: listed(other) == ["echo"])
+        await hot.until(lambda: listed(other) == ["echo"])
 
 
 async def test_no_one_is_asked_while_the_bus_is_down() -> None:
@@ -390,10 +384,10 @@ async def test_no_one_is_asked_while_the_bus_is_down() -> None:
     bus.lists(node, ECHO)
     async with asking(bus) as lists:
         lists.wake()
-        await clock.wait_until(lambda: asyncio.sleep(0, bool(bus.asked)), timeout=0.5)
-        assert bus.asked == []
+        with pytest.raises(AssertionError):
+            await until(lambda: bus.asked, seconds=0.1)
         bus.connected = True
-        await until(lambda: listed(node) == ["echo"])
+        await hot.until(lambda: listed(node) == ["echo"])
 
 
 def test_a_page_makes_old_lists_due_and_wakes_a_controller() -> None:

@@ -24,6 +24,7 @@ from operations.ledger import attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Recorder
 from operations.models import Operation, OperationTarget
+from tests.conftest import until
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.command_line import refused, run
@@ -60,10 +61,7 @@ class Stage:
         return await asyncio.wait_for(node_stop.StopNode(self.bus)(work), 60)
 
     async def until_told(self, times: int) -> None:
-        async def told() -> bool:
-            return self.told >= times
-
-        assert await clock.wait_until(told, timeout=60)
+        await until(lambda: self.told >= times)
 
 
 @pytest.fixture

@@ -79,12 +79,6 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage()
 
 
-async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(120):
-        while not await hot.in_thread(true):  # noqa: ASYNC110 - rows, which no event tells of
-            await asyncio.sleep(0.01)
-
-
 def counted(node: BackendNode, requests: int) -> Callable[[], Any]:
     return lambda: NodeModel.objects.filter(node=node, model_name="m").update(in_flight=requests)
 
@@ -97,7 +91,7 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
     await hot.in_thread(counted(stage.node, 2))
     intent = await hot.in_thread(stage.begins_in_waves)
     attempt = asyncio.create_task(stage.carries_out(intent))
-    await until(lambda: reason() == "waiting for 2 requests on one")
+    await hot.until(lambda: reason() == "waiting for 2 requests on one")
     assert await hot.in_thread(stage.loaded, stage.node) == set()
     assert not stage.sent
     await hot.in_thread(counted(stage.node, 0))
@@ -121,7 +115,7 @@ async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_end
 
     stage.answers(m.InstallReply(True))
     attempt = asyncio.create_task(stage.carries_out(await hot.in_thread(begins)))
-    await until(lambda: reason() == "waiting for 2 requests on one")
+    await hot.until(lambda: reason() == "waiting for 2 requests on one")
     assert not stage.sent
     await hot.in_thread(counted(stage.node, 0))
     assert (await attempt).status == "success"
@@ -147,7 +141,7 @@ async def test_replicas_that_were_started_by_the_alias_are_spared(stage: Stage) 
     assert await hot.in_thread(partial(drains.last_replicas, "echo", both)) == {stage.node.id: {"m"}}
     intent = await hot.in_thread(partial(stage.begins_in_waves, "m"))
     attempt = asyncio.create_task(stage.carries_out(intent))
-    await until(lambda: reason() == "waiting for 1 request on one")
+    await hot.until(lambda: reason() == "waiting for 1 request on one")
     assert await hot.in_thread(stage.loaded, stage.node) == set()
     await hot.in_thread(counted(stage.node, 0))
     assert (await attempt).status == "success"
@@ -170,7 +164,7 @@ async def test_an_upgrade_by_the_alias_spares_what_runs_under_either_name(stage:
         return stage.begins_in_waves()
 
     attempt = asyncio.create_task(stage.carries_out(await hot.in_thread(by_both)))
-    await until(lambda: reason() == "waiting for 1 request on one")
+    await hot.until(lambda: reason() == "waiting for 1 request on one")
     assert await hot.in_thread(stage.loaded, stage.node) == set()
     await hot.in_thread(counted(stage.node, 0))
     assert (await attempt).status == "success"
@@ -232,7 +226,7 @@ async def test_a_cancelled_wait_sends_nothing_and_the_replicas_serve_again(stage
     await hot.in_thread(counted(stage.node, 1))
     intent = await hot.in_thread(stage.begins_in_waves)
     attempt = asyncio.create_task(stage.queue.execute(intent))
-    await until(lambda: stage.loaded(stage.node) == set())
+    await hot.until(lambda: stage.loaded(stage.node) == set())
     cancelled = intent.row.operation_id
     await hot.in_thread(partial(admission.cancel, cancelled, actor="bob", now=clock.now()))
     with pytest.raises(LeaseLost):
@@ -251,7 +245,7 @@ async def test_a_last_replica_waits_until_another_node_has_one(stage: Stage) -> 
     await hot.in_thread(stage.alone)
     intent = await hot.in_thread(stage.begins_in_waves)
     attempt = asyncio.create_task(stage.carries_out(intent))
-    await until(lambda: reason() == "m is loaded on another node first: queued")
+    await hot.until(lambda: reason() == "m is loaded on another node first: queued")
     assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}, "nothing leaves before"
     load = await hot.in_thread(the_load)
     assert load.payload == {"besides": [str(stage.node.id)]}
@@ -269,7 +263,7 @@ async def test_a_last_replica_that_cannot_be_loaded_elsewhere_stays_and_says_why
     await hot.in_thread(stage.alone)
     intent = await hot.in_thread(stage.begins_in_waves)
     attempt = asyncio.create_task(stage.carries_out(intent))
-    await until(lambda: Operation.objects.filter(kind="model_load").exists())
+    await hot.until(lambda: Operation.objects.filter(kind="model_load").exists())
     await hot.in_thread(fails)
     said = "it would stop the last replica of m; confirm, or load it on another node (no memory)"
     assert (await attempt).reason == said
@@ -305,7 +299,7 @@ async def test_a_confirmation_is_heard_while_the_last_replica_waits_for_another(
     await hot.in_thread(stage.alone)
     intent = await hot.in_thread(stage.begins_in_waves)
     attempt = asyncio.create_task(stage.carries_out(intent))
-    await until(lambda: reason() == "m is loaded on another node first: queued")
+    await hot.until(lambda: reason() == "m is loaded on another node first: queued")
     await hot.in_thread(confirmed, intent.row.operation_id)
     async with asyncio.timeout(120):
         assert (await attempt).status == "success"

@@ -33,6 +33,7 @@ from nodes.scheduling.rules import Rule
 from operations.executor.work import in_thread
 from operations.ledger.admission import Requester
 from operations.models import Operation
+from tests.conftest import until
 from tests.integration.loading.test_evicting import old, short_of_room, waits
 from tests.support import api, hot
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
@@ -70,7 +71,7 @@ async def test_an_eviction_is_kept_with_the_slot_that_it_makes_room_for(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))
-    assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
+    await until(lambda: hot.in_thread(waits))
     await Stopper(stage.bus).run_pass()
     await playing
     assert await in_thread(records) == [

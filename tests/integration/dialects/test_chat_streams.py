@@ -13,9 +13,9 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.asgi import application
-from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import PredictOptions, Reply
 from nodes.gateway import endpoint, streams
+from tests.conftest import until
 from tests.support import hot
 from tests.support.answering import ASK, CHAT, definitions, finished, play, reply, streamed
 from tests.support.scripted import Refusal, Scripted, Step, running, words
@@ -23,10 +23,6 @@ from tests.support.streaming import Streamed, asked
 
 __all__ = ["definitions"]
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-async def _is(fact: bool) -> bool:
-    return fact
 
 
 @pytest.fixture
@@ -69,11 +65,11 @@ def test_the_first_piece_leaves_at_once(held: tuple[asyncio.Runner, asyncio.Even
 def test_a_leaving_client_ends_the_engines_work(stream: bool) -> None:
     async def scenario(*_: Any) -> None:
         async with asked(application, CHAT, ASK | {"stream": stream}) as (answer, work):
-            assert await clock.wait_until(lambda: _is(engine.sent > 0), timeout=60, every=0.01)
+            await until(lambda: engine.sent > 0)
             answer.left.set()
             await work
             assert answer.whole is False
-        assert await clock.wait_until(lambda: _is(engine.open == 0), timeout=60, every=0.01)
+        await until(lambda: engine.open == 0)
 
     engine = Scripted([*words("One"), asyncio.Event()])
     play(scenario, engine)
@@ -125,7 +121,7 @@ def test_a_process_that_stops_ends_its_streams_with_an_error() -> None:
 def test_a_process_that_stops_refuses_streams_that_have_not_begun() -> None:
     async def scenario(*_: Any) -> Streamed:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
-            assert await clock.wait_until(lambda: _is(engine.open > 0), timeout=60, every=0.01)
+            await until(lambda: engine.open > 0)
             endpoint.cancel_all_answers()
             await work
             return answer
@@ -150,7 +146,7 @@ def test_a_client_may_leave_at_any_moment(stream: bool, monkeypatch: pytest.Monk
                 answer.left.set()
                 await work
                 ended.append(answer.whole)
-        assert await clock.wait_until(lambda: _is(engine.open == 0), timeout=60, every=0.01)
+        await until(lambda: engine.open == 0)
         names = ("gateway/endpoint.py", "gateway/generate.py", "gateway/streams.py")
         left = [task for task in asyncio.all_tasks() if any(name in repr(task) for name in names)]
         assert not left
@@ -180,8 +176,8 @@ def test_a_slow_reader_does_not_hold_the_engine() -> None:
     async def scenario(client: hot.Client, picker: Any) -> str:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
             answer.reading.clear()
-            assert await clock.wait_until(lambda: _is(engine.open == 0 < engine.sent), timeout=60, every=0.01)
-            assert await clock.wait_until(lambda: _is(picker.in_flight() == 0), timeout=60, every=0.01)
+            await until(lambda: engine.open == 0 < engine.sent)
+            await until(lambda: picker.in_flight() == 0)
             assert (await reply(client.post(CHAT, ASK))).status == 200
             answer.reading.set()
             await work
@@ -200,15 +196,15 @@ def test_a_slow_reader_costs_bounded_memory() -> None:
             answer.reading.clear()
             seen = -1
 
-            async def held() -> bool:
+            def held() -> bool:
                 nonlocal seen
                 before, seen = seen, engine.sent
                 return seen == before
 
-            assert await clock.wait_until(held, timeout=60, every=0.3)
+            await until(held, every=0.3)
             assert 0 < seen < 4000
             answer.reading.set()
-            assert await clock.wait_until(lambda: _is(engine.sent > seen), timeout=60, every=0.01)
+            await until(lambda: engine.sent > seen)
             answer.left.set()
 
     def endless() -> Iterable[Step]:

@@ -11,11 +11,11 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.asgi import application
-from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply
 from localai_cluster.web import wire
 from nodes.gateway import streams
 from nodes.models import BackendNode
+from tests.conftest import until
 from tests.support import hot
 from tests.support.answering import CHAT, DEFINITION, finished, one, play, reply, streamed
 from tests.support.environment import API_KEY
@@ -336,7 +336,7 @@ def test_tokens_of_a_conversation_are_counted(definitions: Path) -> None:
             counted = (await reply(client.post(path, body))).body
             return bool(counted != answer.body)
 
-        assert await clock.wait_until(changed, timeout=60)
+        await until(changed)
         return counted
 
     assert play(until_it_is_read, Scripted()) == {"input_tokens": len("system user ")}

@@ -21,11 +21,11 @@ from pytest_django import Settings
 from localai_cluster import edge
 from localai_cluster.accounts.principals import create_api_key
 from localai_cluster.asgi import application
-from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply, TranscriptStreamResponse
 from nodes.dialects import audio
 from nodes.gateway import endpoint
 from nodes.models import BackendNode
+from tests.conftest import until
 from tests.support import hot
 from tests.support.environment import API_KEY
 from tests.support.media import STAGING, TEXT, WAV, Artist, Disk, form
@@ -68,13 +68,9 @@ async def replicas(*artists: Artist) -> AsyncIterator[None]:
         yield
         assert picker.in_flight() == 0
         for artist in artists:
-            assert await clock.wait_until(artist.disk.emptied, timeout=60, every=0.01)
+            await until(artist.disk.emptied)
     assert all(artist.open == 0 for artist in artists)
     assert os.listdir(tempfile.gettempdir()) == []
-
-
-async def _is(fact: bool) -> bool:
-    return fact
 
 
 def play(scenario: Scenario, *artists: Artist) -> Any:
@@ -371,11 +367,11 @@ def test_a_leaving_client_ends_the_engines_work(path: str) -> None:
         body, kind = heard if path == TRANSCRIBE else (SAY | {"stream": path == "stream"}, "application/json")
         where = SPEAK if path == "stream" else path
         async with asked(application, where, body, kind) as (answer, work):
-            assert await clock.wait_until(lambda: _is(artist.open > 0), timeout=60, every=0.01)
+            await until(lambda: artist.open > 0)
             answer.left.set()
             await work
             assert answer.whole is False
-        assert await clock.wait_until(lambda: _is(artist.open == 0), timeout=60, every=0.01)
+        await until(lambda: artist.open == 0)
 
     artist = Artist(pieces=[Reply(audio=b"one")] * (path == "stream") + [asyncio.Event()])
     play(scenario, artist)
@@ -385,7 +381,7 @@ def test_a_leaving_client_ends_the_engines_work(path: str) -> None:
 def test_a_process_that_stops_answers_what_has_not_begun(stream: bool) -> None:
     async def scenario() -> Streamed:
         async with asked(application, SPEAK, SAY | {"stream": stream}) as (answer, work):
-            assert await clock.wait_until(lambda: _is(artist.open > 0), timeout=60, every=0.01)
+            await until(lambda: artist.open > 0)
             endpoint.cancel_all_answers()
             await work
             return answer

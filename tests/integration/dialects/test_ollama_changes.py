@@ -16,6 +16,7 @@ from nodes.gateway import endpoint
 from nodes.sources.plans import ImportPlan
 from operations.ledger import admission
 from operations.models import Operation, Status
+from tests.conftest import until
 from tests.support import hot, streaming
 from tests.support.answering import definitions, play, reply
 from tests.support.scripted import Scripted
@@ -48,10 +49,7 @@ async def cancel_pull() -> None:
             admission.cancel(operation.id, actor="ann", now=clock.now())
         return operation is not None
 
-    async def has_cancelled() -> bool:
-        return await hot.in_thread(cancel)
-
-    assert await clock.wait_until(has_cancelled, timeout=60)
+    await until(lambda: hot.in_thread(cancel))
 
 
 def test_what_an_administrator_changes_is_in_the_audit() -> None:
@@ -88,7 +86,7 @@ def test_a_pull_goes_on_after_an_outage_of_the_database(monkeypatch: pytest.Monk
 
     async def scenario(_: hot.Client, __: Any) -> Streamed:
         async with streaming.asked(application, PULL, {"model": "tiny"}) as (answer, work):
-            assert await clock.wait_until(have_failed, timeout=60)
+            await until(have_failed)
             await cancel_pull()
             await work
             return answer

@@ -23,6 +23,7 @@ from operations.executor.work import Work, write_batch
 from operations.ledger import attempts
 from operations.ledger.progress import Recorder
 from operations.models import Event, Operation
+from tests.conftest import until
 from tests.support import hot
 from tests.support.answering import DEFINITION, definitions, play, reply
 from tests.support.bus import PlayedBus
@@ -357,10 +358,7 @@ def test_a_model_is_copied_and_deleted() -> None:
                 return True
             return False
 
-        async def has_run() -> bool:
-            return await hot.in_thread(run)
-
-        assert await clock.wait_until(has_run, timeout=60)
+        await until(lambda: hot.in_thread(run))
         return await asking
 
     answer = play(scenario)

@@ -23,7 +23,7 @@ from nodes.downloads.partial_files import FOLDER, BeingDownloaded, DiskFull, Fol
 from nodes.models import FileHash
 from nodes.sources.opening import SourceFileOpener, SourceOpener
 from nodes.sources.plans import SourceFile
-from tests.conftest import BUSY
+from tests.conftest import until
 from tests.support.sources import LFS_POINTER, Refusal, Source, WebOpener, sha256_of, started
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -55,14 +55,6 @@ def models(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
     folder.mkdir()
     return folder
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until the condition is true."""
-    deadline = clock.monotonic() + 15 * BUSY
-    while not condition():
-        assert clock.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 class Memory:

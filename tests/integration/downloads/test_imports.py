@@ -1,7 +1,7 @@
 """Imports: files, then the definition, once; what may pass waits in the queue; one plan at a time."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Recorder
 from operations.models import Event, Operation, Status
-from tests.conftest import BUSY
+from tests.conftest import until
 from tests.support.sources import Refusal, Source, WebOpener, sha256_of, started
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -61,14 +61,6 @@ def plan(source: Source) -> ImportPlan:
         SourceFile("shared/other.gguf", "share://nas/other.gguf", 10**12),
     )
     return ImportPlan("tiny", TEXT, files, "import", "the hub")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until the condition is true."""
-    deadline = clock.monotonic() + 15 * BUSY
-    while not condition():
-        assert clock.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def asked(plan: ImportPlan, *, load: bool = False) -> Operation:

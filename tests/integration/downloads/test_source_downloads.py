@@ -32,6 +32,7 @@ from operations.executor.work import Postpone, WakeUps, in_thread
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, Requester
 from operations.models import Event, Operation, Status
+from tests.conftest import until
 from tests.integration.downloads.test_files_at_source import (
     DATA,
     PATH,
@@ -76,10 +77,7 @@ async def until_downloading() -> None:
     def is_active() -> bool:
         return Operation.objects.active().filter(kind=imports.KIND).exists()
 
-    async def check() -> bool:
-        return await in_thread(is_active)
-
-    assert await clock.wait_until(check, timeout=60, every=0.02)
+    await until(lambda: in_thread(is_active))
 
 
 async def loaded_while(stage: Stage, happens: Any) -> Any:

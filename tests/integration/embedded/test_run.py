@@ -1,5 +1,6 @@
 """`make run` fails: one line with a hint, exit code 1, no traceback, nothing left behind."""
 
+import fcntl
 import io
 import json
 import os
@@ -76,6 +77,22 @@ def test_a_data_directory_in_use_names_its_holder(tmp_path: Path) -> None:
     (line,) = attempt(tmp_path)
     assert f"in use by another run (process id {os.getpid()}, port 4711)" in line
     held.release()
+
+
+def test_a_look_at_a_free_folder_holds_up_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make manage` looks at the lock in the moment in which `make run` takes it."""
+    lock_file = fcntl.flock
+    look = (tmp_path / "run.lock").open("w")
+    lock_file(look, fcntl.LOCK_SH)
+
+    def flock(descriptor: int, operation: int) -> None:
+        try:
+            lock_file(descriptor, operation)
+        finally:
+            look.close()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock.DataLock(tmp_path).release()
 
 
 def leave_behind(folder: Path, mark: str) -> "subprocess.Popen[bytes]":

@@ -34,6 +34,7 @@ from localai_cluster.kit.conf import load
 from localai_cluster.messaging.nats import connection_problem
 from localai_cluster.messaging.servers import Credentials, mint_service, mint_worker, parse_url
 from localai_cluster.settings import FILES
+from tests.conftest import until
 from tests.support.ports import free_port
 
 
@@ -271,7 +272,7 @@ async def test_a_workers_credential_cannot_command_another_worker(nats_server: E
         await controller.flush()
         return bool(commands) and any("permissions violation" in text for text in refused)
 
-    assert await clock.wait_until(told, timeout=60), (commands, refused)
+    await until(told, what=(commands, refused))
     assert set(commands) == {"nodes.one.backend.install.op1.progress"}
     await hang_up(worker)
     await hang_up(controller)
@@ -293,7 +294,7 @@ async def test_a_worker_answers_what_it_is_asked(nats_server: EmbeddedNats) -> N
         return bool((await replies.next_msg(timeout=30)).data == b"yes")
 
     # On a busy machine a connection may be made again, and nobody listens meanwhile.
-    assert await clock.wait_until(answered, timeout=60)
+    await until(answered)
     await hang_up(worker)
     await hang_up(controller)
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from localai_cluster.kit import clock
 from localai_cluster.rpc import errors
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_FINAL, ModelOptions, PredictOptions, StatusResponse
+from tests.conftest import until
 from tests.support.backends import TOKEN, Backend, gallery, load, ready, running_backend, start
 from tests.support.ports import free_port
 
@@ -132,7 +132,7 @@ async def test_a_killed_engine_is_told_from_an_absent_one(backend: Backend, clie
     async def arrived() -> bool:
         return (await client.status(LIMIT)).memory.breakdown["embedding_calls"] == 1
 
-    assert await clock.wait_until(arrived, timeout=LIMIT)
+    await until(arrived)
     backend.kill()
     with pytest.raises(errors.Lost):
         await waiting
@@ -194,7 +194,7 @@ async def test_leaving_a_stream_cancels_it(backend: Backend, client: BackendClie
     async def over() -> bool:
         return (await client.status(LIMIT)).memory.breakdown["streams_open"] == 0
 
-    assert await clock.wait_until(over, timeout=LIMIT)
+    await until(over)
 
 
 async def test_a_taken_port_is_one_clear_line(backend: Backend, tmp_path: Path) -> None:
@@ -230,13 +230,10 @@ async def test_it_follows_its_parent(tmp_path: Path) -> None:
     """An engine whose worker was killed leaves by itself (worker.md 10.2)."""
     parent, engine = start_under_a_shell(tmp_path / "log")
 
-    async def gone() -> bool:
-        return not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
-
     try:
         await ready(parent)
         parent.kill()
-        assert await clock.wait_until(gone, timeout=LIMIT)
+        await until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert "the parent process is gone" in parent.log.read_text()
     finally:
         parent.kill()

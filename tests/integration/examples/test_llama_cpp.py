@@ -12,10 +12,10 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from localai_cluster.kit import clock
 from localai_cluster.rpc.generated import backend_pb2 as pb
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from nodes.gateway import gbnf
+from tests.conftest import until
 from tests.support.backends import ROOT, TOKEN, gallery, running_backend
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -257,7 +257,7 @@ async def test_a_call_that_repeats_another_ends_the_answer(engine: Engine) -> No
     pieces, _ = await engine.pieces(request)
     told = [call for piece in pieces for delta in piece.chat_deltas for call in delta.tool_calls]
     assert [call.name for call in told if call.name] == ["weather"]
-    assert await clock.wait_until(engine.idle, timeout=LIMIT, every=0.05), "the rest is not generated"
+    await until(engine.idle, what="the rest is not generated")
 
 
 OPEN = {
@@ -380,7 +380,7 @@ async def test_a_cancelled_stream_ends_its_work(engine: Engine) -> None:
     assert await engine.running() == 1
     call.cancel()
     # A machine that is busy with something else writes the 900 more slowly too.
-    assert await clock.wait_until(engine.idle, timeout=3.0, every=0.02)
+    await until(engine.idle, seconds=0.5)
 
 
 async def test_a_cancelled_whole_answer_ends_its_work(engine: Engine) -> None:
@@ -390,9 +390,9 @@ async def test_a_cancelled_whole_answer_ends_its_work(engine: Engine) -> None:
     async def begun() -> bool:
         return await engine.running() == 1
 
-    assert await clock.wait_until(begun, timeout=LIMIT, every=0.01)
+    await until(begun)
     answering.cancel()
-    assert await clock.wait_until(engine.idle, timeout=3.0, every=0.02)
+    await until(engine.idle, seconds=0.5)
 
 
 async def test_a_cancelled_prompt_ends_with_its_batch(engine: Engine) -> None:
@@ -403,9 +403,9 @@ async def test_a_cancelled_prompt_ends_with_its_batch(engine: Engine) -> None:
     async def begun() -> bool:
         return await engine.running() == 1
 
-    assert await clock.wait_until(begun, timeout=LIMIT, every=0.01)
+    await until(begun)
     reading.cancel()
-    assert await clock.wait_until(engine.idle, timeout=LIMIT, every=0.02)
+    await until(engine.idle)
     answer, trailing = await engine.said(request)
     assert int(trailing.get("localai-cached-tokens", 0)) < answer.prompt_tokens - BATCH
 

@@ -23,6 +23,7 @@ from nodes.gateway import gateway
 from nodes.gateway.request import Replica
 from nodes.models import NodeModel, ReplicaUse
 from operations.models import Operation
+from tests.conftest import until
 from tests.support import backends, hot
 from tests.support.ports import free_port
 
@@ -92,7 +93,7 @@ async def seen_in_flight(count: int) -> None:
     async def shows() -> bool:
         return sum((await hot.in_thread(hot.counts)).values()) == count
 
-    assert await clock.wait_until(shows, timeout=60, every=0.01), f"never {count} in flight"
+    await until(shows, what=f"never {count} in flight")
 
 
 async def reply(asked: Awaitable[hot.Reply | None]) -> hot.Reply:
@@ -421,7 +422,7 @@ async def called(engine: backends.Backend) -> None:
         return (await client.status(2.0)).memory.breakdown["embedding_calls"] > 0
 
     try:
-        assert await clock.wait_until(works, timeout=60, every=0.01)
+        await until(works)
     finally:
         await client.close()
 

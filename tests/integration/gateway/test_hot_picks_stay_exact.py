@@ -19,6 +19,7 @@ from nodes.models import NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
+from tests.conftest import until
 from tests.support import hot
 from tests.support.picks import acquire
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 async def flushed(picker: Picker) -> None:
     """Returns when what was given back has reached the database."""
-    assert await clock.wait_until(lambda: nothing_waits(picker), timeout=30, every=0.002)
+    await until(lambda: nothing_waits(picker))
 
 
 async def nothing_waits(picker: Picker) -> bool:
@@ -279,9 +280,6 @@ def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
             # Or a busy machine gives up all others.
             monkeypatch.setattr(database_pool, "ROUND_TRIP_TIMEOUT", patience)
 
-            async def ended() -> bool:
-                return processes.stat(backend) is None
-
             async def right() -> bool:
                 await picker.settle()
                 await hot.in_thread(liveness.recount)
@@ -290,9 +288,9 @@ def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
             # It carries the statement out after all, as do others that were given up on a busy machine. If
             # one of them had read the shares before a settlement and wrote after it, the count is not their
             # sum. The settlement puts the shares right, the state pass the sum.
-            assert await clock.wait_until(ended, timeout=60)
+            await until(lambda: processes.stat(backend) is None)
             await flushed(picker)
-            assert await clock.wait_until(right, timeout=60)
+            await until(right)
 
     asyncio.run(scenario())
 

@@ -28,6 +28,7 @@ from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick, record
 from operations.models import Event, Operation, Status
+from tests.conftest import until
 from tests.support import api, backends, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -72,7 +73,7 @@ async def claimed() -> Operation:
         found.extend([operation] if operation else [])
         return bool(found)
 
-    assert await clock.wait_until(taken, timeout=60, every=0.01)
+    await until(taken)
     return found[0]
 
 
@@ -380,7 +381,7 @@ def test_each_request_that_attaches_moves_the_wish_forward(cluster: Callable[...
             assert after is not None
             return after > before + timedelta(seconds=3)
 
-        assert await clock.wait_until(moved, timeout=30, every=0.05)
+        await until(moved)
         leave.set()
         await asyncio.gather(first, second)
 
@@ -428,7 +429,7 @@ def test_a_load_that_ends_while_its_request_picks_is_counted(monkeypatch: pytest
         replica = await pick(self, request)
         if operation := await hot.in_thread(claim):
             await hot.in_thread(lambda: end(operation, Event.COMPLETE))
-            assert await clock.wait_until(is_over, timeout=60, every=0.01)
+            await until(is_over)
         return replica
 
     async def is_over() -> bool:

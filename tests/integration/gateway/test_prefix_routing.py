@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from nodes.scheduling.rules import Rule
 from operations.changes import events
 from operations.models import Operation, Status
 from tests.conformance.worker_support import NatsServer
+from tests.conftest import until
 from tests.support import hot
 from tests.support.answering import CHAT, definitions
 from tests.support.scripted import Scripted, running, words
@@ -137,12 +138,12 @@ def test_a_removed_replica_is_forgotten_by_every_process() -> None:
         async with hot.serving(prefixes):
             # The listener forgets everything once, when it has connected.
             prefixes._affinity.observe("other", (1,), (NODE, 0), clock.monotonic())
-            assert await until(lambda: prefixes.entries() == 0)
+            await until(lambda: prefixes.entries() == 0)
             for index in range(2):
                 prefixes._affinity.observe("m", (1, 2, 3)[: 3 - index], (NODE, index), clock.monotonic())
             assert hot_place() == (NODE, 0)
             await hot.in_thread(remove)
-            assert await until(lambda: hot_place() == (NODE, 1))
+            await until(lambda: hot_place() == (NODE, 1))
 
     asyncio.run(scenario())
 
@@ -165,7 +166,7 @@ async def test_a_process_that_has_started_keeps_what_it_learns(settings: Setting
         prefixes._affinity.observe("m", removed, (NODE, 1), clock.monotonic())
         assert advised(prefixes, b"cook " * 200) == (NODE, 1)
         await hot.in_thread(notify)
-        assert await until(lambda: advised(prefixes, b"cook " * 200) is None)
+        await until(lambda: advised(prefixes, b"cook " * 200) is None)
         assert advised(prefixes, b"law " * 200) == (NODE, 0)
     finally:
         await gateway.stop()
@@ -186,14 +187,14 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
     one, two = services
     try:
         land(one.prefixes, b"law " * 200)
-        assert await until(lambda: two.prefixes.entries() == one.prefixes.entries() > 0)
+        await until(lambda: two.prefixes.entries() == one.prefixes.entries() > 0)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0)
         two._outbox.queue_removal(RemovedReplica("m", NODE, ALL_REPLICAS))
-        assert await until(lambda: advised(one.prefixes, b"law " * 200) is None)
+        await until(lambda: advised(one.prefixes, b"law " * 200) is None)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0), "it hears of its own removals by NOTIFY"
 
         server.stop()
-        assert await until(lambda: not one._bus.connected and not two._bus.connected)
+        await until(lambda: not one._bus.connected and not two._bus.connected)
         land(one.prefixes, b"cook " * 200)
         assert advised(one.prefixes, b"cook " * 200) == (NODE, 0)
         assert advised(two.prefixes, b"cook " * 200) is None
@@ -201,7 +202,7 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
         for service in services:
             await service._bus.wait_connected(after=1)
         land(one.prefixes, b"sing " * 200)
-        assert await until(lambda: advised(two.prefixes, b"sing " * 200) == (NODE, 0))
+        await until(lambda: advised(two.prefixes, b"sing " * 200) == (NODE, 0))
     finally:
         for service in services:
             await service.stop()
@@ -342,10 +343,3 @@ def test_reports_that_nobody_renews_are_deleted_by_the_next_one() -> None:
 class _Cut:
     async def run(self, *_: Any) -> int:
         raise Unavailable
-
-
-async def until(true: Callable[[], bool]) -> bool:
-    async def is_true() -> bool:
-        return true()
-
-    return await clock.wait_until(is_true, timeout=30, every=0.01)

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from localai_cluster.kit import clock, processes
+from tests.conftest import eventually
 
 HOLDER = """
 import sys
@@ -31,15 +31,6 @@ for kind in kind.split(","):
 print(reaper.pid, *(child.pid for child in children), flush=True)
 children[0].wait()
 """
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Waits until `condition` holds; fails the test when it does not within `seconds`."""
-    for _ in range(round(seconds / 0.01)):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail(f"not within {seconds} s: {condition}")
 
 
 @pytest.fixture
@@ -73,17 +64,17 @@ def carrying(mark: str) -> set[int]:
 @pytest.mark.parametrize("kind", ["forks", "deaf", "session", "forks,deaf,session"])
 def test_the_reaper_ends_the_groups_of_a_killed_owner(mark: str, kind: str) -> None:
     owner, pids = hold(mark, kind)
-    until(lambda: len(carrying(mark)) > len(pids) - 1)
+    eventually(lambda: len(carrying(mark)) > len(pids) - 1)
     owner.kill()
     owner.wait()
-    until(lambda: gone(pids) and not carrying(mark))
+    eventually(lambda: gone(pids) and not carrying(mark))
 
 
 def test_a_child_that_was_never_registered_is_found_by_its_mark(mark: str) -> None:
     owner, pids = hold(mark, "forks", "unregistered")
     owner.kill()
     owner.wait()
-    until(lambda: gone(pids) and not carrying(mark))
+    eventually(lambda: gone(pids) and not carrying(mark))
 
 
 def test_the_reaper_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) -> None:
@@ -91,12 +82,12 @@ def test_the_reaper_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) 
         child = processes.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], **reaper.env})
         reaper.add(child.pid)
         first = reaper.pid
-        until(lambda: _ignores(first, signal.SIGTERM))
+        eventually(lambda: _ignores(first, signal.SIGTERM))
         os.kill(first, signal.SIGTERM)
         os.kill(first, signal.SIGINT)
         assert processes.ProcessIdentity.of(first)
         os.kill(first, signal.SIGKILL)
-        until(lambda: reaper.pid != first)
+        eventually(lambda: reaper.pid != first)
     # The successor was told the whole list, so closing it ends the child.
     assert child.wait(30) == -signal.SIGTERM
 
@@ -106,10 +97,10 @@ def test_reapers_that_keep_ending_are_replaced_more_slowly(mark: str) -> None:
     codes: list[int] = []
     with processes.ProcessReaper(mark, replaced=codes.append) as reaper:
         os.kill(reaper.pid, signal.SIGKILL)
-        until(lambda: len(codes) == 1)
+        eventually(lambda: len(codes) == 1)
         begun = clock.monotonic()
         os.kill(reaper.pid, signal.SIGKILL)
-        until(lambda: len(codes) == 2)
+        eventually(lambda: len(codes) == 2)
         assert clock.monotonic() - begun >= processes.FIRST_DELAY
         os.kill(reaper.pid, signal.SIGKILL)
     assert codes == [-signal.SIGKILL] * 2
@@ -144,6 +135,6 @@ def test_a_foreign_process_with_a_used_number_is_not_touched() -> None:
 def test_end_waits_politely_then_kills_and_tells_which(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     child = processes.spawn(["/bin/sh", "-c", f"trap '' TERM; : > {ready}; while :; do sleep 0.05; done"])
-    until(ready.exists)
+    eventually(ready.exists)
     assert not processes.end_child(child, processes.group_of(child.pid, seconds=0.2))
     assert child.returncode == -signal.SIGKILL

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -34,7 +34,7 @@ from operations.ledger.progress import Recorder, Tick, record
 from operations.models import Event, Operation
 from tests.conftest import eventually
 from tests.integration.loading.test_load_steps import told
-from tests.support import backends
+from tests.support import backends, hot
 from tests.support.file_server import Cut, FileServer, Hangs, Says, file_server
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 
@@ -79,13 +79,6 @@ async def worker(folder: Path, node: BackendNode) -> AsyncIterator[FileServer]:
 async def states() -> list[tuple[str, int, str]]:
     rows = NodeModel.objects.order_by("replica_index").values_list("node__name", "replica_index", "state")
     return await in_thread(lambda: list(rows))
-
-
-async def holds(what: Callable[[], Any]) -> None:
-    async def check() -> bool:
-        return bool(await in_thread(what))
-
-    assert await clock.wait_until(check, timeout=60, every=0.02)
 
 
 @pytest.mark.rule(
@@ -136,7 +129,7 @@ async def test_every_process_sees_bytes_and_files_while_they_are_sent(
         server.faults = [Hangs(5), Hangs(5)]
         attempt = asyncio.create_task(stage.handler(stage.work))
         try:
-            await holds(lambda: Operation.objects.get().current_bytes > 9)  # more than the projector
+            await hot.until(lambda: Operation.objects.get().current_bytes > 9)  # more than the projector
             assert await states() == [("one", 0, "staging")]
             look = await in_thread(wait.status, "echo", clock.now())
         finally:
@@ -163,7 +156,7 @@ async def test_what_has_arrived_is_recorded_while_the_rest_is_sent(
         server.faults = [Hangs(5), Hangs(5)]
         attempt = asyncio.create_task(stage.handler(stage.work))
         try:
-            await holds(lambda: 9 < staged_files().get(stage.one.pk, 0) < 10 * SIZE)
+            await hot.until(lambda: 9 < staged_files().get(stage.one.pk, 0) < 10 * SIZE)
             assert await states() == [("one", 0, "staging")]
         finally:
             attempt.cancel()
@@ -422,7 +415,7 @@ async def test_an_attempt_that_ends_leaves_what_has_arrived_and_the_next_one_goe
     async with worker(tmp_path / "w", stage.one) as server:
         server.faults = [Hangs(1_000_000)]
         attempt = asyncio.create_task(stage.handler(stage.work))
-        await holds(lambda: server.file(KEY).exists() and server.file(KEY).stat().st_size == 1_000_000)
+        await hot.until(lambda: server.file(KEY).exists() and server.file(KEY).stat().st_size == 1_000_000)
         attempt.cancel()
         await asyncio.gather(attempt, return_exceptions=True)
         assert await states() == [("one", 0, "staging")]

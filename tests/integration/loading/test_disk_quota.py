@@ -32,7 +32,8 @@ from operations.executor.work import Postpone, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Recorder
-from tests.integration.loading.test_delivery import holds, worker
+from tests.conftest import until
+from tests.integration.loading.test_delivery import worker
 from tests.integration.loading.test_load_steps import told
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 
@@ -208,7 +209,7 @@ async def test_a_cancelled_store_ends_before_the_last_one(
         assert lock.locked(), "the first thread still runs"
     finally:
         released.set()
-    await holds(lambda: len(stored) == 2)
+    await until(lambda: len(stored) == 2)
     assert stored == [4, 9]
     assert (await in_thread(BroughtModel.objects.get)).size == 9
 

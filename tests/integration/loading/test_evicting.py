@@ -47,6 +47,7 @@ from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from operations.executor.work import Postpone, in_thread
 from operations.models import Operation
+from tests.conftest import until
 from tests.support import gguf_files, hot
 from tests.support.fleet import at_once, unexpected
 from tests.support.gguf_models import MODELS
@@ -306,7 +307,7 @@ async def test_a_load_waits_for_its_victim_and_then_starts(
     """Controllers stop exactly that process; no engine is started before it has gone."""
     victim = await hot.in_thread(short_of_room, stage, settings)
     playing = asyncio.create_task(stage.handler(stage.work))
-    assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
+    await until(lambda: hot.in_thread(waits))
     assert not [one for one in stage.bus.asked if "backend.install" in str(one)]
     assert await Stopper(stage.bus).run_pass() == 1
     assert (await asyncio.wait_for(playing, 60))["node"] == "one"
@@ -320,7 +321,7 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
     """And the place that the load held is free again."""
     await hot.in_thread(short_of_room, stage, settings)
     playing = asyncio.create_task(stage.handler(stage.work))
-    assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
+    await until(lambda: hot.in_thread(waits))
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
     await in_thread(Operation.objects.all().delete)
@@ -337,7 +338,7 @@ async def test_a_busy_replica_whose_time_is_over_ends_its_requests_for_a_load_th
     victim = await hot.in_thread(partial(short_of_room, stage, settings, "fit", in_flight=1))
     playing, row = asyncio.create_task(stage.handler(stage.work)), NodeModel.objects.filter(pk=victim)
     said = "waits for a#0 on one to end its requests and stop: its least time is over"
-    assert await clock.wait_until(lambda: hot.in_thread(waits, said), timeout=60)
+    await until(lambda: hot.in_thread(waits, said))
     assert not [one for one in stage.bus.asked if "backend.install" in str(one)]
     draining = await in_thread(row.get)
     assert (draining.phase, draining.reason) == ("terminating", "evicted")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from pytest_django import Settings
 
-from localai_cluster.kit import clock, names
+from localai_cluster.kit import names
 from localai_cluster.messaging import messages as m
 from nodes.models import NodeEvent
 from operations.executor.work import Postpone
+from tests.conftest import until
 from tests.support import hot
 from tests.support.loading import BACKEND, Stage, stage
 
@@ -89,7 +90,7 @@ async def test_an_engine_is_dialled_on_a_host_that_the_operator_lists(
     stage.installs(stage.one, m.InstallReply(True, f"127.0.0.2:{listening.getsockname()[1]}"))
     await hot.in_thread(stage.need_until)
     playing = asyncio.create_task(stage.play())
-    assert await clock.wait_until(lambda: asyncio.to_thread(met, listening), timeout=60)
+    await until(lambda: asyncio.to_thread(met, listening))
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
     assert not await hot.in_thread(NodeEvent.objects.exists)

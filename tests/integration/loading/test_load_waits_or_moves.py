@@ -27,6 +27,7 @@ from nodes.replicas import engines
 from nodes.replicas.stops import Stopper
 from operations.executor.work import Abandoned, Postpone, WakeUps, in_thread
 from operations.models import Operation
+from tests.conftest import until
 from tests.support import hot
 from tests.support import intents as wished
 from tests.support.bus import NEVER
@@ -206,7 +207,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
         assert not attempt.done(), attempt.exception()
         return await hot.in_thread(placed)
 
-    assert await clock.wait_until(started, timeout=20)
+    await until(started)
     attempt.cancel()
     await asyncio.gather(attempt, return_exceptions=True)
     asked = [messages.subject("backend.list", str(node.id)) for node in dead]

@@ -13,7 +13,6 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from localai_cluster.kit import clock
 from nodes.loading import source_files, transfer
 from nodes.loading.source_files import FileChanged, FilePlan, LocalFile, OpenedFile, plan_files
 from nodes.loading.staging import (
@@ -27,6 +26,7 @@ from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, 
 from nodes.models import FileHash
 from nodes.registry.dial_targets import client_of
 from operations.executor.work import in_thread, retry_delay
+from tests.conftest import until
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
 
@@ -144,10 +144,7 @@ async def test_another_controller_goes_on_where_one_was_killed(tmp_path: Path) -
         one.worker.faults = [Hangs(1_000_000)]
         killed = asyncio.create_task(one.sent())
 
-        async def has_come() -> bool:
-            return one.there.exists() and one.there.stat().st_size >= 1_000_000
-
-        assert await clock.wait_until(has_come, timeout=60, every=0.01)
+        await until(lambda: one.there.exists() and one.there.stat().st_size >= 1_000_000)
         killed.cancel()
         await asyncio.gather(killed, return_exceptions=True)
         one.lanes = TransferLimits()

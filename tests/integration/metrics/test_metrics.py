@@ -29,6 +29,7 @@ from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures
 from nodes.models import PendingBackendOp, WebProcess
 from operations.executor import controllers
 from operations.models import Operation, Status
+from tests.conftest import until
 from tests.support import hot
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -151,7 +152,9 @@ def planted(now: datetime) -> None:
         )
     WebProcess.objects.create(host="here", pid=1, seen_at=now, started_at=now)
     WebProcess.objects.create(host="gone", pid=2, seen_at=now - timedelta(hours=1), started_at=now)
-    controllers.write_heartbeat("c", bus_connected=True, now=now)
+    for owner, silence in (("c", 0.0), ("killed", controllers.SILENCE_LIMIT + 1)):
+        heard = now - timedelta(seconds=silence)
+        controllers.write_heartbeat(owner, bus_connected=True, now=heard)
 
 
 def test_the_cluster_in_eight_queries(django_assert_num_queries: DjangoAssertNumQueries) -> None:
@@ -329,9 +332,9 @@ def test_a_process_without_routes_of_its_own_serves_its_figures(caplog: pytest.L
         taken = socket.create_server(("127.0.0.1", 0))
         address = Address(*taken.getsockname())
         task = asyncio.create_task(connections.serve(address, MetricsApplication("controller"), again=0.01))
-        assert await clock.wait_until(lambda: _true("cannot listen" in caplog.text), timeout=60)
+        await until(lambda: "cannot listen" in caplog.text)
         taken.close()
-        assert await clock.wait_until(lambda: _answers(address), timeout=60)
+        await until(lambda: _answers(address))
         async with httpx.AsyncClient(base_url=f"http://{address}") as client:
             opened = {"Authorization": f"Bearer {SCRAPER}"}
             right = await client.get("/metrics", headers=opened)
@@ -345,10 +348,6 @@ def test_a_process_without_routes_of_its_own_serves_its_figures(caplog: pytest.L
     right, wrong, elsewhere, text = asyncio.run(scrape())
     assert (right, wrong, elsewhere) == (200, 401, 404)
     assert 'build_info{process="controller"' in text
-
-
-async def _true(value: bool) -> bool:
-    return value
 
 
 async def _answers(address: Address) -> bool:

@@ -19,6 +19,7 @@ from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
 from operations.reconcilers.tasks import SCHEDULES
+from tests.conftest import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -47,13 +48,15 @@ async def row(operation: Operation) -> Operation:
     return await in_thread(Operation.objects.get, pk=operation.pk)
 
 
-async def until(operation: Operation, *states: Status) -> Operation:
+async def reached(operation: Operation, *states: Status) -> Operation:
     """Waits until the operation is in one of `states`."""
+    seen: list[str] = []
 
     async def there() -> bool:
-        return (await row(operation)).status in states
+        seen.append((await row(operation)).status)
+        return seen[-1] in states
 
-    assert await clock.wait_until(there, timeout=60), (await row(operation)).status
+    await until(there, what=seen)
     return await row(operation)
 
 
@@ -67,7 +70,7 @@ async def test_a_result_completes_the_operation() -> None:
 
     operation = await admit()
     async with executor(handler):
-        ended = await until(operation, Status.COMPLETED)
+        ended = await reached(operation, Status.COMPLETED)
     assert (ended.result, ended.progress, ended.lease_owner, ended.current_bytes) == (
         {"answer": 42},
         100,
@@ -93,7 +96,7 @@ async def test_errors_end_the_operation_with_a_reason(raised: Exception, status:
 
     operation = await admit()
     async with executor(handler):
-        ended = await until(operation, Status.FAILED, Status.CANCELLED)
+        ended = await reached(operation, Status.FAILED, Status.CANCELLED)
     assert ended.status == status
     assert text in ended.error
     assert "secret detail" not in ended.error
@@ -112,7 +115,7 @@ async def test_a_postponed_operation_says_why_and_is_tried_again() -> None:
 
     operation = await admit()
     async with executor(handler):
-        ended = await until(operation, Status.COMPLETED)
+        ended = await reached(operation, Status.COMPLETED)
     assert fences == [1, 2]
     assert (ended.attempts, ended.payload) == (1, {"avoid": 1})
 
@@ -125,7 +128,7 @@ async def test_a_waiting_operation_keeps_no_lease() -> None:
 
     operation = await admit()
     async with executor(handler):
-        waiting = await until(operation, Status.WAITING)
+        waiting = await reached(operation, Status.WAITING)
     assert waiting.message == "no node is registered"
     assert waiting.lease_until is None
     assert waiting.next_attempt_at > clock.now() + timedelta(seconds=30)
@@ -168,19 +171,13 @@ async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None
         finally:
             ended.set()
 
-    async def again() -> bool:
-        return fences == [1, 2]
-
-    async def begun() -> bool:
-        return fences == [1]
-
     operation = await admit()
     async with executor(handler, lease=3) as running:
-        assert await clock.wait_until(begun, timeout=60)
+        await until(lambda: fences == [1])
         await in_thread(attempts.reap, now=clock.now() + timedelta(seconds=60))
         await in_thread(Operation.objects.filter(pk=operation.pk).update, next_attempt_at=clock.now())
         running.wake()
-        assert await clock.wait_until(again, timeout=60)
+        await until(lambda: fences == [1, 2])
         await asyncio.wait_for(ended.wait(), 12)
         first = (await row(operation)).lease_until
 
@@ -188,7 +185,7 @@ async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None
             until = (await row(operation)).lease_until
             return until is not None and first is not None and until > first
 
-        assert await clock.wait_until(renewed, timeout=60)
+        await until(renewed)
 
 
 async def test_a_renewal_under_way_does_not_end_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +212,7 @@ async def test_a_renewal_under_way_does_not_end_the_next_attempt(monkeypatch: py
     monkeypatch.setattr(attempts, "renew", slow_renew)
     operation = await admit()
     async with executor(handler, lease=8):
-        await until(operation, Status.COMPLETED)
+        await reached(operation, Status.COMPLETED)
     assert fences == [1, 2]
 
 
@@ -314,7 +311,7 @@ async def test_an_attempt_cut_by_an_outage_is_made_again_by_the_executor_alone()
 
     operation = await admit()
     async with executor(handler, lease=0.4):
-        await until(operation, Status.COMPLETED)
+        await reached(operation, Status.COMPLETED)
     assert fences == [1, 2]
 
 
@@ -329,7 +326,7 @@ async def test_what_a_dead_controller_left_is_taken_up_at_the_start() -> None:
     operation = await admit()
     assert len(await in_thread(attempts.claim, "dead", now=clock.now(), lease=-60.0, limit=1)) == 1
     async with executor(handler, lease=600.0):
-        await until(operation, Status.COMPLETED)
+        await reached(operation, Status.COMPLETED)
     assert fences == [2]
     reaping = {one.function: one.cron for one in SCHEDULES}[
         "operations.reconcilers.tasks.reap_expired_leases"
@@ -358,12 +355,9 @@ async def test_an_attempt_that_does_not_end_keeps_no_other_lease_from_being_rene
 
     bad, well = await admit_as("probe:stuck"), await admit_as("probe:well")
 
-    async def begun() -> bool:
-        return all(fences.values())
-
     async with executor(handler, lease=2.0):
         try:
-            assert await clock.wait_until(begun, timeout=60)
+            await until(lambda: all(fences.values()))
             await in_thread(Operation.objects.filter(pk=bad.pk).update, lease_owner="other", fence=99)
             await asyncio.wait_for(stuck.wait(), 60)
             first = (await row(well)).lease_until
@@ -372,7 +366,7 @@ async def test_an_attempt_that_does_not_end_keeps_no_other_lease_from_being_rene
                 until = (await row(well)).lease_until
                 return until is not None and first is not None and until > first + timedelta(seconds=2)
 
-            assert await clock.wait_until(renewed, timeout=60)
+            await until(renewed)
         finally:
             go_on.set()
     assert fences["probe:well"] == [1]
@@ -386,7 +380,7 @@ async def test_an_unknown_kind_fails_clearly() -> None:
     request = admission.OperationRequest("from_the_future", key="k", element="x", by=Requester("test"))
     admitted = await in_thread(admission.admit, request, now=clock.now())
     async with executor(handler):
-        ended = await until(admitted.operation, Status.FAILED)
+        ended = await reached(admitted.operation, Status.FAILED)
     assert "no handler" in ended.error
 
 
@@ -404,6 +398,6 @@ async def test_a_text_that_the_database_cannot_hold_does_not_lose_the_outcome() 
 
     operation = await admit()
     async with executor(handler):
-        ended = await until(operation, Status.FAILED)
+        ended = await reached(operation, Status.FAILED)
     assert ended.error == "Last stderr:\n\ufffd\ufffdcore dumped"
     assert ended.phase == ""

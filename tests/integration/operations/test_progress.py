@@ -22,7 +22,8 @@ from operations.ledger import admission, attempts, progress
 from operations.ledger.admission import Requester
 from operations.ledger.progress import BATCH_INTERVAL, Tick, record
 from operations.models import Event, Operation, OperationTarget, Status
-from tests.integration.operations.test_executor import executor, row, until
+from tests.conftest import until
+from tests.integration.operations.test_executor import executor, reached, row
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 COUNTER = "SELECT value FROM operation_sequence FOR UPDATE"
@@ -142,7 +143,7 @@ async def test_reports_of_attempts_share_their_transactions() -> None:
         async def written() -> bool:
             return (await row(operation)).current_bytes == 29
 
-        assert await clock.wait_until(written, timeout=30)
+        await until(written)
 
 
 async def test_the_last_figures_are_in_the_outcome() -> None:
@@ -155,7 +156,7 @@ async def test_the_last_figures_are_in_the_outcome() -> None:
 
     operation = await in_thread(admit)
     async with executor(handler):
-        ended = await until(operation, Status.FAILED)
+        ended = await reached(operation, Status.FAILED)
     assert (ended.current_bytes, ended.progress, ended.phase) == (10, 50, "")
 
 
@@ -175,21 +176,15 @@ async def test_a_refused_report_ends_its_attempt_and_no_other() -> None:
     taken, kept = await in_thread(admit, 1), await in_thread(admit, 2)
     async with executor(handler, lease=3600):
 
-        async def begun() -> bool:
-            return len(running) == 2
-
-        async def ended() -> bool:
-            return bool(cancelled)
-
         async def written() -> bool:
             return (await row(kept)).progress == 7
 
-        assert await clock.wait_until(begun, timeout=30)
+        await until(lambda: len(running) == 2)
         await in_thread(Operation.objects.filter(pk=taken.pk).update, lease_owner="other", fence=99)
         for work in running.values():
             work.progress(Tick(percentage=7))
-        assert await clock.wait_until(ended, timeout=30)
-        assert await clock.wait_until(written, timeout=30)
+        await until(lambda: bool(cancelled))
+        await until(written)
         assert cancelled == {taken.pk}
         with pytest.raises(LeaseLost):
             await running[taken.pk].report(Tick("loading"))
@@ -224,27 +219,24 @@ async def test_leases_are_renewed_while_every_shared_thread_is_blocked() -> None
     loops = asyncio.create_task(running.run())
     with psycopg.connect(events.conninfo(), autocommit=True) as look:
 
-        async def all_blocked() -> bool:
+        def all_blocked() -> bool:
             waiting = "SELECT count(*) FROM pg_locks WHERE objid = 4711 AND NOT granted"
             return look.execute(waiting).fetchone() == (threads,)
 
         def lease() -> datetime:
             found = look.execute("SELECT lease_until FROM operations WHERE id = %s", [operation.id])
-            until: datetime = found.fetchall()[0][0]
-            return until
+            lease_until: datetime = found.fetchall()[0][0]
+            return lease_until
 
         await asyncio.wait_for(started.wait(), 30)
         with holding("SELECT pg_advisory_xact_lock(4711)") as lock:
             blocked = [asyncio.create_task(in_thread(block)) for _ in range(2 * threads)]
-            assert await clock.wait_until(all_blocked, timeout=30)
+            await until(all_blocked)
             first = lease()
 
-            async def kept() -> bool:
-                return lease() > first + timedelta(seconds=3)
-
             try:
-                assert await clock.wait_until(kept, timeout=30)
-                assert await all_blocked()
+                await until(lambda: lease() > first + timedelta(seconds=3))
+                assert all_blocked()
             finally:
                 lock.rollback()
                 await asyncio.gather(*blocked)
@@ -269,7 +261,7 @@ async def test_a_renewal_that_hangs_is_cut_and_the_thread_connects_again() -> No
     try:
         with holding("LOCK TABLE operations IN ACCESS EXCLUSIVE MODE"):
             assert not await renewed()
-        assert await clock.wait_until(renewed, timeout=30)
+        await until(renewed)
         with psycopg.connect(events.conninfo(), autocommit=True) as other:
             other.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -277,15 +269,12 @@ async def test_a_renewal_that_hangs_is_cut_and_the_thread_connects_again() -> No
                 " AND pid <> pg_backend_pid()"
             )
         held.clear()
-        assert await clock.wait_until(renewed, timeout=30)
+        await until(renewed)
     finally:
         await keeper.close()
     assert held == {operation.id: operation.fence}
 
-    async def ended() -> bool:
-        return not any(thread.name.startswith("leases") for thread in threading.enumerate())
-
-    assert await clock.wait_until(ended, timeout=30)
+    await until(lambda: not any(thread.name.startswith("leases") for thread in threading.enumerate()))
 
 
 async def test_a_keeper_that_is_closed_while_a_renewal_hangs_leaves_no_connection() -> None:
@@ -298,19 +287,13 @@ async def test_a_keeper_that_is_closed_while_a_renewal_hangs_leaves_no_connectio
         gate.wait(60)
         return {}
 
-    async def begun() -> bool:
-        return bool(links)
-
-    async def closed() -> bool:
-        return bool(links[0].closed)
-
     keeper = LeaseKeeper("a", 600, renew)
     renewing = asyncio.create_task(keeper.renew({}))
-    assert await clock.wait_until(begun, timeout=60)
+    await until(lambda: bool(links))
     closing = asyncio.create_task(keeper.close())
     await asyncio.sleep(0)
     closing.cancel()
     await asyncio.gather(closing, return_exceptions=True)
     gate.set()
     await asyncio.gather(renewing, return_exceptions=True)
-    assert await clock.wait_until(closed, timeout=30)
+    await until(lambda: bool(links[0].closed))

@@ -36,6 +36,7 @@ from operations.executor.work import Work, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Recorder
 from operations.models import Operation, Status
+from tests.conftest import until
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.races import after, holding
@@ -476,17 +477,13 @@ async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at
     running = asyncio.create_task(made.run())
     try:
         made.wake()
-        assert await clock.wait_until(lambda: answered(len(seen) == 1), timeout=60)
+        await until(lambda: len(seen) == 1)
         made.wake()
-        assert await clock.wait_until(lambda: answered(len(seen) == 3), timeout=60)
+        await until(lambda: len(seen) == 3)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     assert seen == [False] * 3
-
-
-async def answered(found: bool) -> bool:
-    return found
 
 
 @pytest.mark.rule("R4.1", "C1")

@@ -23,6 +23,7 @@ from nodes.replicas import checks, hooks, statements
 from nodes.replicas.evidence import ALIVE, CheckResult, Suspect
 from nodes.replicas.hooks import RemovedReplica
 from operations.changes import events
+from tests.conftest import until
 from tests.support import hot
 from tests.support.backends import TOKEN
 from tests.support.bus import NEVER, PlayedBus
@@ -247,10 +248,7 @@ class TestLoop:
         running = asyncio.create_task(life.run())
         life.wake()
 
-        async def asked() -> bool:
-            return stage.asked(hanging) == 1
-
-        assert await clock.wait_until(asked, timeout=60, every=0.02)
+        await until(lambda: stage.asked(hanging) == 1)
         dead = await stage.node("dead")
         stage.lists(dead)
         await change(dead, exit_reported=True)
@@ -259,7 +257,7 @@ class TestLoop:
         async def gone() -> bool:
             return len(await in_thread(rows)) == 1
 
-        assert await clock.wait_until(gone, timeout=60, every=0.02)
+        await until(gone)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -278,11 +276,11 @@ class TestLoop:
         monkeypatch.setattr(checks, "claim_suspects", fails)
         running = asyncio.create_task(life.run())
 
-        async def tried() -> bool:
+        def tried() -> bool:
             life.wake()
             return looked.is_set()
 
-        assert await clock.wait_until(tried, timeout=60, every=0.02)
+        await until(tried)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert [record.levelname for record in caplog.records if "engines" in record.getMessage()] == [

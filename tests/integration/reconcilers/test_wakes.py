@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from django.db import connection
@@ -27,6 +28,7 @@ from operations.ledger import admission, attempts, progress
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Tick
 from operations.models import Event, Operation
+from tests.conftest import until
 from tests.support import hot
 from tests.support import intents as wished
 
@@ -239,22 +241,13 @@ async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -
             heard.changed(str(node.id))
     running = asyncio.create_task(heard.run())
 
-    async def looked() -> bool:
-        return bool(looks)
-
-    async def looked_again() -> bool:
-        return len(looks) > 1
-
-    async def told_again() -> bool:
-        return told == [1, 2]
-
     try:
-        assert await clock.wait_until(looked, timeout=20)
+        await until(lambda: bool(looks))
         assert looks == [{node.id for node in nodes}]
         heard.changed("")
-        assert await clock.wait_until(looked_again, timeout=20)
+        await until(lambda: len(looks) > 1)
         assert looks[1:] == [None]
-        assert await clock.wait_until(told_again, timeout=20), "the queue hears of it after each look"
+        await until(lambda: told == [1, 2], what="the queue hears of it after each look")
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -290,18 +283,14 @@ async def no_intent_waits() -> None:
 @asynccontextmanager
 async def listening_controller(executor: Listener, heard: wake_ups.NodeWakeUps) -> AsyncIterator[None]:
     """The part of a controller that hears the database, connected; `heard` runs too."""
-    parts: dict[str, Any] = {field.name: Listener() for field in dataclasses.fields(controller.Parts)}
-    parts |= {"executors": {"operations": executor}, "wakes": heard, "wake_ups": WakeUps()}
+    parts = Mock(executors={"operations": executor}, wakes=heard, wake_ups=WakeUps())
     tasks = [
         asyncio.create_task(heard.run()),
-        asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),
+        asyncio.create_task(controller.listen_for_changes(parts)),
     ]
 
-    async def connected() -> bool:
-        return executor.hints > 0
-
     try:
-        assert await clock.wait_until(connected, timeout=60)
+        await until(lambda: executor.hints > 0)
         yield
     finally:
         for task in tasks:
@@ -329,7 +318,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
         assert woken == []
         await hot.in_thread(back, mine)
         await hot.in_thread(label, mine, "told")
-        assert await clock.wait_until(due, timeout=20)
+        await until(due)
         assert len(woken) == 1
         assert executor.hints <= 2, "once for the connection, once for the wake"
 
@@ -343,8 +332,5 @@ async def test_progress_wakes_no_executor() -> None:
             await hot.in_thread(report, operation, number)
         await hot.in_thread(complete, operation)
 
-        async def woken() -> bool:
-            return executor.hints > 1
-
-        assert await clock.wait_until(woken, timeout=20)
+        await until(lambda: executor.hints > 1)
         assert executor.hints == 2, "once for the connection, once for the end"

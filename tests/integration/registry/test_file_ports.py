@@ -17,6 +17,7 @@ from nodes.placement import choose
 from nodes.registry import file_port, lifecycle
 from nodes.registry.file_port import FIRST_PAUSE, MAX_PAUSE, FilePorts, record_check, record_failure
 from operations.executor.work import in_thread
+from tests.conftest import until
 from tests.support import api, hot
 from tests.support.file_server import file_server
 
@@ -43,12 +44,12 @@ def stored(node: BackendNode) -> BackendNode:
     return BackendNode.objects.get(pk=node.pk)
 
 
-async def until(node: BackendNode, **columns: Any) -> None:
+async def becomes(node: BackendNode, **columns: Any) -> None:
     async def holds() -> bool:
         row = await in_thread(stored, node)
         return all(getattr(row, name) == value for name, value in columns.items())
 
-    assert await clock.wait_until(holds, timeout=180)
+    await until(holds, seconds=30)
 
 
 async def test_the_port_is_tested_at_approval_and_a_failure_shows_until_it_answers(tmp_path: Path) -> None:
@@ -57,14 +58,14 @@ async def test_the_port_is_tested_at_approval_and_a_failure_shows_until_it_answe
     assert await in_thread(lambda: file_port.claim_due(9, now=clock.now())) == []
     await in_thread(lambda: lifecycle.approve(node.id, actor=actors.AUTO_APPROVAL, now=clock.now()))
     async with checking() as ports:
-        await until(node, file_port_error=REFUSED)
+        await becomes(node, file_port_error=REFUSED)
         async with file_server(tmp_path) as worker:
             worker.token = "another"
             rows = BackendNode.objects.filter(pk=node.pk)
             due = {"http_address": worker.address, "file_port_next_check_at": None}
             await in_thread(lambda: rows.update(**due))
             ports.wake()
-            await until(node, file_port_error="", file_port_failures=0, file_port_failed_at=None)
+            await becomes(node, file_port_error="", file_port_failures=0, file_port_failed_at=None)
             assert "authorization" not in worker.asked[0].headers
 
 

@@ -17,6 +17,7 @@ from nodes.registry import claims, heartbeats
 from nodes.registry.heartbeats import IdentityCache
 from nodes.registry.identity import WrongCredential
 from operations.executor.work import WakeUps
+from tests.conftest import until
 from tests.support import api
 from tests.support.beating import Counted, beat, made
 
@@ -155,12 +156,9 @@ async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: p
             await memory.refresh(database)
             return memory.accepts(beat_of(node))
 
-        async def forgotten() -> bool:
-            return not memory.accepts(beat_of(node))
-
-        assert await clock.wait_until(remembered, timeout=60)
+        await until(remembered)
         await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
-        assert await clock.wait_until(forgotten, timeout=60)
+        await until(lambda: not memory.accepts(beat_of(node)))
     finally:
         await cancellation.cancel_and_wait(listening)
         memory.forget("")

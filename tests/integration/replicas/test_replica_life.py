@@ -37,6 +37,7 @@ from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.models import Operation, TargetStatus
+from tests.conftest import until
 from tests.support import hot
 from tests.support.bus import PlayedBus
 from tests.support.fleet import approved, register
@@ -475,7 +476,7 @@ async def test_what_needs_no_worker_goes_on_without_the_bus() -> None:
         return await in_thread(phases) == ["serving", "terminating"]
 
     try:
-        assert await clock.wait_until(is_settled, timeout=60)
+        await until(is_settled)
     finally:
         stopper.cancel()
         await asyncio.gather(stopper, return_exceptions=True)

@@ -15,6 +15,7 @@ from nodes.replicas import stops as engine_stops
 from nodes.replicas.engines import engine_of
 from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
+from tests.conftest import until
 from tests.integration.replicas.test_going import TERMINATED, bus_of, stops
 from tests.support import hot, races
 from tests.support.bus import NEVER, PlayedBus
@@ -113,19 +114,16 @@ async def test_a_worker_that_hangs_delays_no_stop_on_another_node(monkeypatch: p
     stopper = Stopper(bus)
     running = asyncio.create_task(stopper.run())
 
-    async def is_asked() -> bool:
-        return bool(stops(bus, frozen))
-
     async def is_stopped() -> bool:
         return not await in_thread(NodeModel.objects.filter(node=well).exists)
 
     try:
         await in_thread(lambda: hot.replica(frozen, **DUE))
         stopper.wake()
-        assert await clock.wait_until(is_asked, timeout=60)
+        await until(lambda: bool(stops(bus, frozen)))
         await in_thread(lambda: hot.replica(well, **DUE))
         stopper.wake()
-        assert await clock.wait_until(is_stopped, timeout=60)
+        await until(is_stopped)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -171,7 +169,7 @@ async def test_a_pass_that_loses_the_database_is_run_again(
 
     loop = asyncio.get_running_loop()
     running = await asyncio.to_thread(begin_and_lose_session)
-    assert await clock.wait_until(is_stopped, timeout=60)
+    await until(is_stopped)
     assert not running.done(), running
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):

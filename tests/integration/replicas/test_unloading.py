@@ -31,6 +31,7 @@ from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.ledger.progress import Recorder
 from operations.models import Operation, OperationTarget
+from tests.conftest import until
 from tests.support import hot
 from tests.support.bus import PlayedBus
 from tests.support.replicas import attempt
@@ -175,7 +176,7 @@ async def test_replicas_leave_the_picks_before_a_command_and_requests_may_end(st
         assert held is not None
         work = await in_thread(lambda: stage.begins(grace=600))
         running = asyncio.create_task(stage.carries_out(work))
-        assert await clock.wait_until(leaves, timeout=30)
+        await until(leaves)
         assert await picker.acquire(InferenceRequest(model="echo")) is None
         assert not stage.asked(stage.one)
         picker.release(held)
@@ -195,7 +196,7 @@ async def test_asking_again_with_a_shorter_deadline_joins_and_hurries(stage: Sta
     await in_thread(lambda: NodeModel.objects.filter(model_name="echo").update(in_flight=1))
     work = await in_thread(lambda: stage.begins(grace=600, node=stage.one))
     running = asyncio.create_task(stage.carries_out(work))
-    assert await clock.wait_until(leaves, timeout=30)
+    await until(leaves)
     wish = UnloadRequest("echo", Requester("test"), node=stage.one, grace=0)
     again = await in_thread(lambda: unload_requests.unload(wish, now=clock.now()))
     assert (again.created, again.operation.id) == (False, work.id)
@@ -291,7 +292,7 @@ async def test_measured_21_a_part_that_has_ended_is_not_asked_again(stage: Stage
     """The second attempt repeats only what is left."""
 
     async def dies() -> m.StopModelReply:
-        assert await clock.wait_until(first_ended, timeout=30)
+        await until(first_ended)
         raise RuntimeError("the controller dies")
 
     async def first_ended() -> bool:
@@ -430,7 +431,7 @@ class TestLeftBehind:
         await in_thread(lambda: NodeModel.objects.filter(model_name="echo").update(in_flight=1))
         work = await in_thread(lambda: stage.begins(node=stage.one, grace=600))
         running = asyncio.create_task(stage.fails(work))
-        assert await clock.wait_until(leaves, timeout=30)
+        await until(leaves)
         await in_thread(is_put_back)
         assert await asyncio.wait_for(running, 30) == "one: echo#0 is in use again: try again"
 

@@ -9,12 +9,12 @@ import grpc
 import pytest
 
 from localai_cluster.kit import processes
-from localai_cluster.kit.clock import wait_until
 from localai_cluster.rpc import errors
 from localai_cluster.rpc.client import GRPC, HTTP2, BackendClient
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
 from localai_cluster.rpc.stream_client import MAX_MESSAGE_BYTES
 from tests.benchmarks.engine import Engine, build, running
+from tests.conftest import until
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.rule("grpc-PredictStream")
@@ -80,7 +80,7 @@ class Caller:
         async def is_reached() -> bool:
             return (await self.counts())[0] == count
 
-        assert await wait_until(is_reached, timeout=PATIENCE)
+        await until(is_reached)
 
 
 @pytest.fixture(params=[HTTP2, GRPC])
@@ -212,10 +212,10 @@ async def test_a_cancelled_reader_cancels_its_call_and_no_other(caller: Caller) 
     await caller.wait_for(20)
     before = received[1::2]
 
-    async def have_gone_on() -> bool:
+    def have_gone_on() -> bool:
         return all(map(operator.gt, received[1::2], before)) or any(task.done() for task in readers[1::2])
 
-    assert await wait_until(have_gone_on, timeout=PATIENCE)
+    await until(have_gone_on)
     assert [task.done() for task in readers] == [True, False] * 20
     for reader in readers[1::2]:
         reader.cancel()
@@ -236,7 +236,7 @@ async def test_an_engine_waits_for_a_reader_that_does_not_read(caller: Caller) -
 
     async with caller.stream(f"0 {tokens} {size}") as replies:
         await anext(replies)
-        assert await wait_until(is_blocked, timeout=PATIENCE, every=0.3)
+        await until(is_blocked, every=0.3)
         assert (latest - before) * size < 16 * 2**20
         assert len(await caller.read("0 100 1024")) == 100
         assert len([reply async for reply in replies]) == tokens - 1

@@ -26,7 +26,7 @@ from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED_LINE
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import clock, conf, periodic
 from localai_cluster.web.bodies import Utf8Only
 from nodes.models import BackendNode
 from operations.models import Operation
@@ -84,7 +84,7 @@ def test_ready_names_each_dependency(
     monkeypatch.setattr(settings, "CLUSTER", replace(settings.CLUSTER, nats_url=url))
     Schedule.objects.create(func="x", schedule_type=Schedule.CRON, cron="* * * * *", next_run=clock.now())
     assert api.Caller().get("/readyz").json()["status"] == "ready"
-    Schedule.objects.update(next_run=clock.now() - 2 * health.SCHEDULE_OVERDUE_AFTER)
+    Schedule.objects.update(next_run=clock.now() - 2 * periodic.MAX_TRIGGER_DELAY)
     assert "no controller" in api.Caller().get("/readyz").json()["checks"]["controller"]
 
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import httpx
@@ -19,12 +18,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
-from localai_cluster.kit import clock, processes
+from localai_cluster.kit import processes
 from localai_cluster.management import web_processes
 from localai_cluster.rpc.messages import PredictOptions
 from nodes.gateway.prefix_table import prompt_chain
 from nodes.models import ReplicaUse, WebProcess
-from tests.conftest import eventually
+from tests.conftest import eventually, until
 from tests.integration.wiring.test_serve import ADMIN, ROOT, environment
 from tests.support import hot
 from tests.support.ports import free_port
@@ -90,10 +89,10 @@ class Served:
 
     async def begin_at(self, pid: int, text: str) -> "asyncio.Task[int]":
         """Begin a chat at this process; return when it runs on a replica."""
-        await until(lambda: not uses().get(pid), "requests that have ended are counted out")
+        await hot.until(lambda: not uses().get(pid), "requests that have ended are counted out")
         async with self.only(pid):
             asked = asyncio.create_task(self.chat(text))
-            await until(lambda: uses().get(pid) == 1, "the request is counted in")
+            await hot.until(lambda: uses().get(pid) == 1, "the request is counted in")
         return asked
 
     async def figures_at(self, pid: int) -> dict[str, float]:
@@ -116,17 +115,12 @@ class Served:
             return seen[-1] == value
 
         seen: list[float] = []
-        assert await clock.wait_until(is_exposed, timeout=120), f"{name}: {seen[-1]}, not {value}"
+        await until(is_exposed, seconds=20, what=(name, value, seen))
 
 
 def uses() -> dict[int, int]:
     """Requests in flight by process."""
     return dict(ReplicaUse.objects.values_list("process__pid", "count"))
-
-
-async def until(condition: Any, what: str) -> Any:
-    """Wait for a condition of the rows."""
-    return await hot.in_thread(lambda: eventually(condition, seconds=60, what=what))
 
 
 @asynccontextmanager
@@ -150,7 +144,7 @@ async def serving(folder: Path, engines: int = 1, **env: str) -> AsyncIterator[t
             )  # fmt: skip
         served = Served(parent, f"http://127.0.0.1:{port}", folder / "log")
         try:
-            await until(lambda: len(served.pids()) == 2, "both register")
+            await hot.until(lambda: len(served.pids()) == 2, "both register")
             yield served, started
         finally:
             parent.kill()
@@ -176,7 +170,7 @@ def test_one_that_is_killed_takes_only_its_own_requests(tmp_path: Path) -> None:
             os.kill(one, signal.SIGKILL)
             with pytest.raises(httpx.TransportError):
                 await cut
-            (three,) = await until(lambda: set(served.pids()) - {one, two}, "another one replaces it")
+            (three,) = await hot.until(lambda: set(served.pids()) - {one, two}, "another one replaces it")
             assert f"Web process {one} ended (signal SIGKILL), restarting in 0.5 s" in served.log.read_text()
             assert await served.chat_at(three, "second") == 200
             engine.gate.set()
@@ -191,7 +185,7 @@ def test_one_that_is_killed_takes_only_its_own_requests(tmp_path: Path) -> None:
 
             last = [await served.begin_at(pid, "wait: last") for pid in (two, three)]
             served.parent.send_signal(signal.SIGTERM)
-            await until(lambda: refuses(served.url), "nothing new is accepted")
+            await hot.until(lambda: refuses(served.url), "nothing new is accepted")
             engine.gate.set()
             assert [await asked for asked in last] == [200, 200]
             assert await asyncio.to_thread(served.parent.wait, 90) == 0
@@ -218,7 +212,7 @@ def test_a_prefix_is_known_to_both_and_nobody_outlives_the_parent(tmp_path: Path
     async def scenario(url: str) -> None:
         async with serving(tmp_path, 2, **bus, LOCALAI_NATS_URL=url) as (served, engines):
             one, two = await hot.in_thread(served.pids)
-            await until(lambda: served.log.read_text().count("Listening on") == 2, "both have subscribed")
+            await hot.until(lambda: served.log.read_text().count("Listening on") == 2, "both have subscribed")
             assert await served.chat_at(one, "one", law) == 200
             assert await served.chat_at(one, "two", cooking) == 200
             assert [engine.received for engine in engines] == [["one"], ["two"]]
@@ -229,11 +223,11 @@ def test_a_prefix_is_known_to_both_and_nobody_outlives_the_parent(tmp_path: Path
 
             cut = [await served.begin_at(pid, "wait") for pid in (one, two)]
             served.parent.kill()
-            await until(lambda: refuses(served.url), "nothing new is accepted")
+            await hot.until(lambda: refuses(served.url), "nothing new is accepted")
             for engine in engines:
                 engine.gate.set()
             assert [await asked for asked in cut] == [200, 200]
-            await until(lambda: not WebProcess.objects.exists(), "both sign off")
+            await hot.until(lambda: not WebProcess.objects.exists(), "both sign off")
             assert "The parent of this web process is gone" in served.log.read_text()
 
     with EmbeddedNats(tmp_path / "nats", port=free_port(), keys=keys) as nats:

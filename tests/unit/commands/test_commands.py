@@ -31,6 +31,7 @@ from nodes.commands.outcomes import (
     StillRunning,
     Unreadable,
 )
+from tests.conftest import until
 from tests.support.bus import NEVER, PlayedBus
 from tests.support.effort import EFFORT
 from tests.support.message_faults import faulty
@@ -582,10 +583,7 @@ async def test_identical_starts_under_way_are_one_request(bus: PlayedBus) -> Non
     same = [asks(operation=str(number)) for number in range(5)]
     others = [asks("n"), asks(index=1)]
 
-    async def sent() -> bool:
-        return len(bus.asked[INSTALL]) >= 3
-
-    assert await clock.wait_until(sent, timeout=30, every=0.001)
+    await until(lambda: len(bus.asked[INSTALL]) >= 3)
     left = same.pop()
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)

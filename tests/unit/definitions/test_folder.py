@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from localai_cluster.kit import clock
 from nodes.definitions.files import Definition, UnusableDefinition, read_definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
-from tests.conftest import eventually
+from tests.conftest import eventually, until
 from tests.support.definitions import PLAIN, write
 from tests.support.hostile_yaml import HOSTILE_SCALARS
 
@@ -326,7 +325,7 @@ def test_a_request_that_leaves_ends_no_look(mount: Stuck, write: Callable[..., P
     async def scenario() -> Definition | None:
         mount.hangs.set()
         first, second = asyncio.ensure_future(folder.find("mini")), asyncio.ensure_future(folder.find("mini"))
-        assert await clock.wait_until(_async(lambda: mount.calls == 1), timeout=60, every=0.001)
+        await until(lambda: mount.calls == 1)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         mount.end()
@@ -334,13 +333,6 @@ def test_a_request_that_leaves_ends_no_look(mount: Stuck, write: Callable[..., P
 
     assert asyncio.run(scenario()) is not None
     assert mount.calls == 1
-
-
-def _async(condition: Callable[[], bool]) -> Any:
-    async def shows() -> bool:
-        return condition()
-
-    return shows
 
 
 def test_a_defect_of_ours_leaves_what_was_known(

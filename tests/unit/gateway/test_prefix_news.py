@@ -25,6 +25,7 @@ from nodes.gateway.prefix_updates import (
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
+from tests.conftest import until
 from tests.support.bus import PlayedBus
 
 NODE = UUID(int=7)
@@ -57,17 +58,13 @@ def test_what_is_on_the_wire() -> None:
         sending = asyncio.create_task(telling.run())
         telling.queue(observed)
         telling.queue_removal(RemovedReplica("m", NODE, hooks.ALL_REPLICAS))
-        assert await clock.wait_until(lambda: _is(len(bus.published) == 2), timeout=10, every=0.001)
+        await until(lambda: len(bus.published) == 2)
         sending.cancel()
         return bus.published
 
     (first, one), (second, two) = asyncio.run(sent())
     assert (first, second) == (messages.PREFIX_OBSERVED_SUBJECT, messages.PREFIX_INVALIDATED_SUBJECT)
     assert (json.loads(one), json.loads(two)) == (OBSERVED, INVALIDATED)
-
-
-async def _is(true: bool) -> bool:
-    return true
 
 
 @pytest.mark.rule("R3.20")
@@ -215,10 +212,10 @@ def test_a_lost_bus_costs_only_the_news() -> None:
         for index in range(prefix_updates.MAX_QUEUED_UPDATES + 5):
             telling.queue(PrefixInvalidated("m", NODE, index))
         assert len(telling._waiting) == prefix_updates.MAX_QUEUED_UPDATES
-        assert await clock.wait_until(lambda: _is(not telling._waiting), timeout=10, every=0.001)
+        await until(lambda: not telling._waiting)
         bus.connected = True
         telling.queue(PrefixInvalidated("m", NODE, 1))
-        assert await clock.wait_until(lambda: _is(bool(bus.published)), timeout=10, every=0.001)
+        await until(lambda: bool(bus.published))
         sending.cancel()
         return bus.published
 

@@ -7,13 +7,7 @@ import pytest
 
 from localai_cluster.kit import backoff, clock
 from localai_cluster.kit.periodic_task import PeriodicTask, WorkPool
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def holds() -> bool:
-        return condition()
-
-    assert await clock.wait_until(holds, timeout=30)
+from tests.conftest import until
 
 
 def stepping(seen: list[float], pause: float | None = None) -> Callable[[], Awaitable[float | None]]:

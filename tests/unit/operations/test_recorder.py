@@ -11,6 +11,7 @@ from django.db import DataError, OperationalError
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import Attempt
 from operations.ledger.progress import BATCH_INTERVAL, Batch, Recorder, Tick
+from tests.conftest import until
 
 ONE: Attempt = (UUID(int=1), 1)
 TWO: Attempt = (UUID(int=2), 1)
@@ -33,17 +34,11 @@ class Writer:
         self.batches.append(kept)
         return lost
 
-    async def wrote(self, count: int) -> bool:
-        async def there() -> bool:
-            return len(self.batches) >= count
+    async def wrote(self, count: int) -> None:
+        await until(lambda: len(self.batches) >= count)
 
-        return await clock.wait_until(there, timeout=30)
-
-    async def began(self, count: int) -> bool:
-        async def there() -> bool:
-            return len(self.begun) >= count
-
-        return await clock.wait_until(there, timeout=30)
+    async def began(self, count: int) -> None:
+        await until(lambda: len(self.begun) >= count)
 
 
 @pytest.mark.rule("O27", "O71")
@@ -53,14 +48,14 @@ async def test_the_first_report_is_written_at_once_and_what_comes_meanwhile_toge
     recorder = Recorder(writer)
     writer.open.clear()
     recorder.add(ONE, [Tick("resolving")])
-    assert await writer.began(1)
+    await writer.began(1)
     node = uuid4()
     for percentage in range(100):
         recorder.add(ONE, [Tick("downloading", percentage=percentage)])
         recorder.add(TWO, [Tick("downloading", percentage=percentage, node_id=node)])
         recorder.add(TWO, [Tick("downloading", percentage=percentage / 2)])
     writer.open.set()
-    assert await writer.wrote(2)
+    await writer.wrote(2)
     first, second = writer.batches
     assert first == {ONE: [Tick("resolving")]}
     assert second == {
@@ -75,11 +70,11 @@ async def test_at_most_ten_batches_a_second_begin() -> None:
     writer = Writer()
     recorder = Recorder(writer)
 
-    async def six_batches() -> bool:
+    def six_batches() -> bool:
         recorder.add(ONE, [Tick("downloading")])
         return len(writer.batches) >= 6
 
-    assert await clock.wait_until(six_batches, timeout=60)
+    await until(six_batches)
     # All gaps together: on a busy machine the writer notes the beginning of a batch late.
     assert writer.begun[5] - writer.begun[0] >= 5 * BATCH_INTERVAL * 0.9
 
@@ -98,7 +93,7 @@ async def test_what_cannot_be_written_now_is_kept_under_what_came_since() -> Non
     recorder = Recorder(writer)
     recorder.add(ONE, [Tick("downloading", percentage=50)])
     recorder.add(TWO, [Tick("downloading", percentage=70)])
-    assert await writer.wrote(1)
+    await writer.wrote(1)
     assert writer.batches == [
         {ONE: [Tick("unpacking", percentage=50)], TWO: [Tick("downloading", percentage=70)]}
     ]
@@ -116,7 +111,7 @@ async def test_a_report_that_the_database_refuses_does_not_hold_up_the_others() 
     recorder = Recorder(writer)
     recorder.add(ONE, [Tick("downloading", percentage=1)])
     recorder.add(TWO, [Tick("downloading", percentage=2)])
-    assert await writer.wrote(1)
+    await writer.wrote(1)
     assert writer.batches == [{TWO: [Tick("downloading", percentage=2)]}]
     assert await recorder.take(ONE) is None
 
@@ -129,7 +124,7 @@ async def test_an_attempt_that_lost_its_operation_is_named() -> None:
     recorder = Recorder(writer, lost.append)
     recorder.add(ONE, [Tick("downloading")])
     recorder.add(TWO, [Tick("downloading")])
-    assert await writer.wrote(1)
+    await writer.wrote(1)
     await recorder.take(TWO)
     assert lost == [ONE]
 
@@ -140,7 +135,7 @@ async def test_an_outcome_waits_for_the_batch_with_its_own_reports_only() -> Non
     recorder = Recorder(writer)
     writer.open.clear()
     recorder.add(ONE, [Tick("downloading", percentage=1)])
-    assert await writer.began(1)
+    await writer.began(1)
     recorder.add(ONE, [Tick("downloading", percentage=2)])
     recorder.add(TWO, [Tick("downloading", percentage=3)])
     assert await recorder.take(TWO) == [Tick("downloading", percentage=3)]
@@ -194,5 +189,5 @@ async def test_reports_that_could_not_be_written_come_before_newer_ones() -> Non
     writer = Writer(answer)
     recorder = Recorder(writer)
     recorder.add(ONE, [sent])
-    assert await writer.wrote(1)
+    await writer.wrote(1)
     assert writer.batches == [{ONE: [sent, starts]}]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import Address
-from localai_cluster.kit.clock import wait_until
 from localai_cluster.rpc import http2
 from localai_cluster.rpc.messages import Reply
 from localai_cluster.rpc.stream_client import StreamCall, StreamChannel
+from tests.conftest import until
 from tests.support import http2_peer as wire
 from tests.support.http2_peer import FINE, FRAMES, RESPONSE, block, frame, message, number
 
@@ -243,10 +243,7 @@ def test_a_long_request_waits_for_an_engine_that_does_not_read() -> None:
             assert len(engine.transport.output) - size < 2 * http2.MAX_FRAMES_PER_TURN * http2.MAX_FRAME_BYTES
             connection.resume_writing()
 
-            async def is_sent() -> bool:
-                return len(engine.transport.output) > 10_000_000
-
-            await wait_until(is_sent, timeout=PATIENCE, every=0)
+            await until(lambda: len(engine.transport.output) > 10_000_000)
             await engine.send(frame(wire.HEADERS, 5, 1, block(RESPONSE | FINE)))
             assert await reader == []
 

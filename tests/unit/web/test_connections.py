@@ -9,7 +9,6 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from localai_cluster.accounts.sessions import SessionStore
-from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import (
     BODY_SECONDS,
     HEAD_SECONDS,
@@ -17,6 +16,7 @@ from localai_cluster.kit.connections import (
     BoundedHead,
     WatchingSocket,
 )
+from tests.conftest import until
 
 PIECE = b"a" * (MAX_HEAD_BYTES // 2)
 
@@ -274,10 +274,7 @@ async def _brief_after_body(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def _answered(client: _Client) -> None:
-    async def done() -> bool:
-        return client.connection.cycle.response_complete
-
-    assert await wait_until(done, timeout=60, every=0.001)
+    await until(lambda: client.connection.cycle.response_complete)
 
 
 _HANDSHAKE = (

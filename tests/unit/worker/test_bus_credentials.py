@@ -12,6 +12,7 @@ from localai_cluster.messaging.servers import Servers, mint_worker
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, Registered, ServerKind
 from localai_cluster.worker.registration import BusCredentials
+from tests.conftest import until
 
 ACCOUNT = nkeys.generate("account")
 CLUSTER, STOCK = ServerKind.CLUSTER, ServerKind.STOCK
@@ -92,11 +93,7 @@ async def test_it_comes_back_when_it_is_taken_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(registration, "REFUSED_PAUSE_SECONDS", 0.0)
     played = Played(REVOKED, REVOKED, approved())
     async with running(played) as credentials:
-
-        async def taken() -> bool:
-            return credentials.problem == ""
-
-        assert await clock.wait_until(taken, timeout=30)
+        await until(lambda: credentials.problem == "")
         assert played.tries == 3
         assert played.dialled[-1] is not None
 

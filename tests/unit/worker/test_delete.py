@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from localai_cluster.kit import clock, processes
+from localai_cluster.kit import processes
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Handler, Message
@@ -19,6 +19,7 @@ from localai_cluster.worker.engines import EngineSupervisor, StartFailed, StopFa
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import PortAllocator
+from tests.conftest import until
 
 
 class Subscriptions:
@@ -46,10 +47,7 @@ class BusyStore(BackendStore):
         start = self.backends / name / START_FILE
         self.starting = asyncio.create_task(self.supervisor.start("late#0", name, start))
 
-        async def launched() -> bool:
-            return bool(self.supervisor.engines())
-
-        assert await clock.wait_until(launched, timeout=60)
+        await until(lambda: bool(self.supervisor.engines()))
 
 
 class Unkillable(EngineSupervisor):

@@ -18,6 +18,7 @@ from localai_cluster.worker.engines import EngineSupervisor, StartFailed
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import NoFreePort, PortAllocator
+from tests.conftest import until
 from tests.support.ports import free_port
 
 TOKEN = "token-of-the-registration"
@@ -147,10 +148,7 @@ async def test_a_stubborn_engine_is_killed_after_the_grace(
     start = script(tmp_path, f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 1; done")
     starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 
-    async def up() -> bool:
-        return (tmp_path / "up").exists()
-
-    assert await clock.wait_until(up, timeout=60)
+    await until((tmp_path / "up").exists)
     begin = clock.monotonic()
     outcome = await supervisor.stop("m#0", force=True)
     assert outcome.terminated
@@ -241,10 +239,7 @@ async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: boo
         start = script(tmp_path, f"touch {tmp_path}/up; exec sleep 1000")
         starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 
-        async def up() -> bool:
-            return (tmp_path / "up").exists()
-
-        assert await clock.wait_until(up, timeout=60)
+        await until((tmp_path / "up").exists)
         (engine,) = supervisor.engines()
         engine.ready.set()
         if asked:
@@ -266,20 +261,14 @@ async def test_engines_that_end_are_not_listed(supervisor: EngineSupervisor, tmp
         starting = asyncio.create_task(supervisor.start(key, "b", start))
         starting.add_done_callback(lambda task: task.exception())
 
-    async def up() -> bool:
-        return len(supervisor.running()) == 3
-
-    assert await clock.wait_until(up, timeout=60)
+    await until(lambda: len(supervisor.running()) == 3)
     (stopped, dead) = (supervisor.get(key) for key in ("stopped#0", "dead#0"))
     assert stopped is not None
     assert dead is not None
     stopped.stopping = True
     dead.process.kill()
 
-    async def gone() -> bool:
-        return not dead.alive
-
-    assert await clock.wait_until(gone, timeout=60)
+    await until(lambda: not dead.alive)
     assert [engine.key for engine in supervisor.running()] == ["a#b#1"]
     assert split_process_key("a#b#1") == ("a#b", 1)
     stopped.stopping = False

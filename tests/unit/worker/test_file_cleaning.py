@@ -12,6 +12,7 @@ from localai_cluster.worker.files import keys
 from localai_cluster.worker.files.keys import STAGED_FILE_MAX_AGE, Folders, remove_old_staged_files
 from localai_cluster.worker.files.locks import PathLocks
 from localai_cluster.worker.files.routes import FileServer
+from tests.conftest import until
 from tests.support.worker_http import fetches
 
 
@@ -112,10 +113,7 @@ async def test_folders_are_made_and_cleaned_at_start(tmp_path: Path, monkeypatch
     long_after = datetime.now(UTC) + 2 * STAGED_FILE_MAX_AGE  # noqa: TID251
     monkeypatch.setattr(clock, "now", lambda: long_after)
 
-    async def gone() -> bool:
-        return not stale.exists()
-
     async with FileServer(folders, fetches()).running():
-        assert await clock.wait_until(gone, timeout=60)
+        await until(lambda: not stale.exists())
         assert folders.models.is_dir()
     assert os.listdir(folders.staging) == ["ephemeral"]

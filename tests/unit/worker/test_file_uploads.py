@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import connections
-from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import serving
 from localai_cluster.worker import exchange
 from localai_cluster.worker.commands import delete_model
@@ -28,7 +27,7 @@ from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.source_files import HEADROOM_BYTES, WorkCancelled
-from tests.conftest import eventually
+from tests.conftest import eventually, until
 from tests.support.effort import EFFORT
 from tests.support.file_client import BEARER, Files, answered, files, on_disk, served, sha256
 from tests.support.worker_http import ENGINE_TOKEN, Served, fetches
@@ -409,10 +408,7 @@ async def test_the_end_of_the_worker_ends_uploads_and_keeps_what_came(
             files.send_head(link, "PUT", "/v1/files/models/m/f.bin", BEARER | span | length)
             link.sendall(CONTENT[:500])
 
-            async def arrived() -> bool:
-                return path.exists() and path.stat().st_size == 500
-
-            assert await wait_until(arrived, timeout=60)
+            await until(lambda: path.exists() and path.stat().st_size == 500)
     with pytest.raises(WorkCancelled):
         disk.hash_file(path, server._threads.stopped)
     assert path.read_bytes() == CONTENT[:500]

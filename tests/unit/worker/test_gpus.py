@@ -19,7 +19,6 @@ import psutil
 import pynvml
 import pytest
 
-from localai_cluster.kit import clock
 from localai_cluster.worker import hardware
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.gpu_drivers import (
@@ -36,6 +35,7 @@ from localai_cluster.worker.gpu_drivers import (
 )
 from localai_cluster.worker.hardware import GpuReader, GpuTotals
 from localai_cluster.worker.heartbeats import measure_figures
+from tests.conftest import until
 
 GIB = 2**30
 UUIDS = ["GPU-5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11", "GPU-0c5f3c1a-1111-4f2f-9d0b-2f1f6a9f7c12"]
@@ -395,7 +395,7 @@ async def test_an_engine_takes_what_its_processes_take_on_all_gpus(library: Libr
         sys.executable, "-c", script, stdin=subprocess.PIPE, start_new_session=True
     )
     try:
-        assert await clock.wait_until(partial(has_child, engine.pid), timeout=60)
+        await until(partial(has_child, engine.pid))
         library.processes = {0: [(engine.pid, 2 * GIB), (1, GIB)], 1: [(children(engine.pid)[0], GIB)]}
         ram, vram = await hardware.process_memory(engine.pid, GpuReader(Nvml(library)))
         assert vram == 3 * GIB

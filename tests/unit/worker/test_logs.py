@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import websockets
 from websockets.asyncio.client import connect
 
 from localai_cluster.kit import processes
-from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import serving
 from localai_cluster.metrics import registries
 from localai_cluster.worker import http_server
@@ -36,6 +35,7 @@ from localai_cluster.worker.log_rings import (
     clean_line,
 )
 from localai_cluster.worker.ports import PortAllocator
+from tests.conftest import until
 from tests.support.worker_http import fetches
 
 TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
@@ -44,15 +44,6 @@ BEGIN = datetime(2026, 11, 21, 0, 12, 20, 31436, UTC)
 
 def line(text: str, second: float = 0, stream: str = "stdout") -> LogLine:
     return LogLine(BEGIN + timedelta(seconds=second), stream, text)
-
-
-async def holds(condition: Callable[[], bool]) -> bool:
-    """Whether it comes to hold."""
-
-    async def looked() -> bool:
-        return condition()
-
-    return await wait_until(looked, timeout=60, every=0.01)
 
 
 def texts(lines: list[LogLine]) -> list[str]:
@@ -355,8 +346,8 @@ async def test_a_reader_that_leaves_or_talks_does_no_harm(served: Served) -> Non
             with pytest.raises(websockets.ConnectionClosed):
                 await talks.recv()
         assert "still there" in str(await stays.recv())
-        assert await holds(lambda: len(served.application._readers) == 1)
-    assert await holds(lambda: served.rings._following == {})
+        await until(lambda: len(served.application._readers) == 1)
+    await until(lambda: served.rings._following == {})
 
 
 @pytest.mark.rule("worker-12.7")

@@ -16,6 +16,7 @@ from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.worker import commands
 from localai_cluster.worker.commands import CATCH_UP_SECONDS, PAUSE_THRESHOLD_SECONDS, Commands, Pauses
 from localai_cluster.worker.install_commands import InstallCommands
+from tests.conftest import until
 from tests.support.bus import PlayedBus
 from tests.support.effort import EFFORT
 from tests.support.message_faults import faulty
@@ -62,11 +63,8 @@ async def test_a_pause_is_noticed_and_over_after_a_while(monkeypatch: pytest.Mon
     found = Pauses()
     found._ticked_at -= PAUSED
 
-    async def noticed() -> bool:
-        return not found.may_precede(clock.since_boot())
-
     async with found.watched():
-        assert await clock.wait_until(noticed, timeout=30)
+        await until(lambda: not found.may_precede(clock.since_boot()))
 
 
 REQUESTS: dict[str, tuple[object, Any]] = {

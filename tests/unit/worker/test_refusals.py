@@ -13,6 +13,7 @@ from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, ServerKind
 from localai_cluster.worker.engine_exits import MAX_REPORTS_PER_HEARTBEAT, REPORT_MAX_AGE_SECONDS, Exits
 from localai_cluster.worker.heartbeats import FIGURES_AFTER_EXIT_SECONDS, HeartbeatLoop
+from tests.conftest import until
 
 
 async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], list[str]]:
@@ -212,10 +213,7 @@ async def test_an_engine_that_ended_is_told_at_once_and_without_figures(beating:
     await asyncio.sleep(0)
     beating.exits.add("m#0", 7001)
 
-    async def told() -> bool:
-        return bool(beating.bodies)
-
-    assert await clock.wait_until(told, timeout=60, every=0.01)
+    await until(lambda: bool(beating.bodies))
     life.cancel()
     assert beating.bodies == [{"ended_processes": [REPORT]}]
 

@@ -9,10 +9,10 @@ import { Empty } from "../../ui/empty";
 import type { Column } from "../../ui/rows";
 import { Table } from "../../ui/table";
 import { Ago } from "../../ui/time";
+import { InstallDialog } from "../shared/install-dialog";
 import { refusal } from "../shared/verbs";
 import { BackendActions } from "./backend-actions";
 import { useBackends, type NodeBackend, type NodeDetail } from "./data";
-import { InstallDialog } from "./install";
 import { Fetched, Panel } from "./panel";
 
 interface BackendsProps {
@@ -39,7 +39,7 @@ export function Backends({ node, detail, operations }: BackendsProps): ReactNode
           backends.length > 0 ? <List node={node} backends={backends} operations={operations} /> : <None node={node} add={add} />
         }
       </Fetched>
-      {adding && <InstallDialog id={node.id} onClose={() => setAdding(false)} />}
+      {adding && <InstallDialog nodeIds={[node.id]} onClose={() => setAdding(false)} />}
     </Panel>
   );
 }

@@ -44,26 +44,40 @@ export function Capacity({ node, detail }: CapacityProps): ReactNode {
 
 type Override = { by: string; at: string | null } | undefined;
 
-type Path = "/api/nodes/{node_id}/max-replicas-per-model" | "/api/nodes/{node_id}/vram-budget" | "/api/nodes/{node_id}/disk-quota";
+const REPLICA_CAP = "/api/nodes/{node_id}/max-replicas-per-model";
+type Path = typeof REPLICA_CAP | "/api/nodes/{node_id}/vram-budget" | "/api/nodes/{node_id}/disk-quota";
 
-/** Hands the value back to the worker. */
-function useReset(node: LiveNode, path: Path, said: string): Action<undefined> {
-  return useNodeAction<undefined, unknown>(
+interface Limit {
+  set: Action<string>;
+  /** Hands the value back to the worker. */
+  back: Action<undefined>;
+}
+
+/** The requests that set a limit of the node and reset it; `title` begins what is announced then. */
+function useLimit(node: LiveNode, path: Path, title: string, saidReset = "reset to the worker default"): Limit {
+  const params = { path: { node_id: node.id } };
+  const set = useNodeAction<string, unknown>(
     node.id,
-    () => call(client.DELETE(path, { params: { path: { node_id: node.id } } })),
-    () => announce(said),
+    (value) => call(client.PUT(path, { params, body: path === REPLICA_CAP ? { value: Number(value) } : { value } })),
+    (_, value) => announce(value === "" ? `${title} removed.` : `${title} set to ${value}.`),
   );
+  const back = useNodeAction<undefined, unknown>(
+    node.id,
+    () => call(client.DELETE(path, { params })),
+    () => announce(`${title} ${saidReset}.`),
+  );
+  return { set, back };
+}
+
+/** What a typed limit of `total` bytes means. */
+function meaningOf(text: string, total: number, unlimited: string): string {
+  if (text.trim() === "") return `Leave empty for ${unlimited}.`;
+  const limit = ceiling(text, total);
+  return limit === null || total === 0 ? "" : `${bytes(limit)} of ${bytes(total)}.`;
 }
 
 function ReplicaCap({ node, override }: { node: LiveNode; override: Override }): ReactNode {
-  const params = { path: { node_id: node.id } };
-  const path = "/api/nodes/{node_id}/max-replicas-per-model";
-  const set = useNodeAction(
-    node.id,
-    (value: string) => call(client.PUT(path, { params, body: { value: Number(value) } })),
-    (_, value) => announce(`Maximum replicas per model set to ${value}.`),
-  );
-  const back = useReset(node, path, "Maximum replicas per model reset to the worker default.");
+  const { set, back } = useLimit(node, REPLICA_CAP, "Maximum replicas per model");
   return (
     <Value
       title="Maximum replicas per model"
@@ -98,19 +112,7 @@ function belowWhatRuns(node: LiveNode, cap: number): ReactNode | null {
 }
 
 function VramBudget({ node, override }: { node: LiveNode; override: Override }): ReactNode {
-  const params = { path: { node_id: node.id } };
-  const path = "/api/nodes/{node_id}/vram-budget";
-  const set = useNodeAction(
-    node.id,
-    (value: string) => call(client.PUT(path, { params, body: { value } })),
-    (_, value) => announce(value === "" ? "VRAM budget removed." : `VRAM budget set to ${value}.`),
-  );
-  const back = useReset(node, path, "VRAM budget reset to the worker default.");
-  const meaning = (text: string) => {
-    const limit = ceiling(text, node.total_vram);
-    if (text.trim() === "") return "Leave empty for unlimited.";
-    return limit === null || node.total_vram === 0 ? "" : `${bytes(limit)} of ${bytes(node.total_vram)}.`;
-  };
+  const { set, back } = useLimit(node, "/api/nodes/{node_id}/vram-budget", "VRAM budget");
   return (
     <Value
       title="VRAM budget"
@@ -124,7 +126,7 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
         value={node.vram_budget}
         check={budgetProblem}
         action={set}
-        meaning={meaning}
+        meaning={(text) => meaningOf(text, node.total_vram, "unlimited")}
         placeholder="80% or 12GiB"
       >
         {node.vram_budget === "" ? <span className="muted">Unlimited</span> : <bdi>{node.vram_budget}</bdi>}
@@ -147,22 +149,17 @@ interface DiskQuotaProps {
 }
 
 function DiskQuota({ node, used, override }: DiskQuotaProps): ReactNode {
-  const params = { path: { node_id: node.id } };
-  const path = "/api/nodes/{node_id}/disk-quota";
-  const set = useNodeAction(
-    node.id,
-    (value: string) => call(client.PUT(path, { params, body: { value } })),
-    (_, value) => announce(value === "" ? "Disk quota for models removed." : `Disk quota for models set to ${value}.`),
-  );
-  const back = useReset(node, path, "Disk quota for models removed.");
-  const meaning = (text: string) => {
-    if (text.trim() === "") return "Leave empty for no limit.";
-    const limit = ceiling(text, node.total_disk);
-    return limit === null || node.total_disk === 0 ? "" : `${bytes(limit)} of ${bytes(node.total_disk)}.`;
-  };
+  const { set, back } = useLimit(node, "/api/nodes/{node_id}/disk-quota", "Disk quota for models", "removed");
   return (
     <Value title="Disk quota for models" manual={node.disk_quota !== ""} override={override} back={back} handed="Removed. Only free disk space counts." plain="No limit by default" reset="Remove">
-      <InlineEdit name="disk quota for models" value={node.disk_quota} check={quotaProblem} action={set} meaning={meaning} placeholder="80% or 200GB">
+      <InlineEdit
+        name="disk quota for models"
+        value={node.disk_quota}
+        check={quotaProblem}
+        action={set}
+        meaning={(text) => meaningOf(text, node.total_disk, "no limit")}
+        placeholder="80% or 200GB"
+      >
         {node.disk_quota === "" ? <span className="muted">No limit</span> : <bdi>{node.disk_quota}</bdi>}
         {used !== undefined && (
           <span className="muted">

@@ -1,7 +1,7 @@
 // The node's figures over time: a line for each GPU, and the memory and the disk of the machine.
 import { useMemo, type ReactNode } from "react";
 import { bytes, exact } from "../../lib/format";
-import { gpusOf, vramLimit } from "../../live/gpus";
+import { vramLimit } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
 import type { Figures } from "../../overview/data";
 import { isKnown, OverTime, percent, valuesOf, watts, type Drawing, type ExpectedChart, type Values } from "../../overview/over-time";
@@ -22,7 +22,7 @@ const SUMMARY = ["Highest", "Mean", "Lowest"] as const;
 
 export function Charts({ node }: { node: LiveNode }): ReactNode {
   const { total_ram: ram, total_disk: disk } = node;
-  const gpus = gpusOf(node);
+  const gpus = node.gpus;
   const vram = vramLimit(node);
   const gpuVram = Math.max(0, ...gpus.map((gpu) => gpu.total_vram));
   const gpuPower = Math.max(0, ...gpus.map((gpu) => gpu.power_limit ?? 0));

@@ -9,11 +9,11 @@ import { Button } from "../../ui/button";
 import { Menu } from "../../ui/menu";
 import { Ago } from "../../ui/time";
 import { ApproveDialog, DrainDialog, RejectDialog, ResumeDialog } from "../shared/dialogs";
+import { InstallDialog } from "../shared/install-dialog";
 import { NodeStatus } from "../shared/node-status";
 import { refusal } from "../shared/verbs";
 import { keptFilter } from "./back-link";
 import { DANGERS, type Danger } from "./danger";
-import { InstallDialog } from "./install";
 import { drainLeft } from "./words";
 
 const LIST = "/app/nodes";
@@ -82,7 +82,7 @@ export function Head({ node, operations, onDanger }: HeadProps): ReactNode {
       {openDialog === "reject" && <RejectDialog {...dialog} />}
       {openDialog === "drain" && <DrainDialog {...dialog} />}
       {openDialog === "resume" && <ResumeDialog {...dialog} />}
-      {openDialog === "install" && <InstallDialog id={node.id} onClose={close} />}
+      {openDialog === "install" && <InstallDialog nodeIds={[node.id]} onClose={close} />}
     </header>
   );
 }

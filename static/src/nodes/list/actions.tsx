@@ -25,13 +25,13 @@ export const VERB_LABELS: Readonly<Record<ListVerb, string>> = {
   deregister: ACTIONS.remove.title,
 };
 
-const MENU: readonly ListVerb[] = ["approve", "reject", "drain", "resume", "label", "install", "deregister"];
+export const LIST_VERBS: readonly ListVerb[] = ["approve", "reject", "drain", "resume", "label", "install", "deregister"];
 /** Verbs that are worth a line in the menu only when they make sense. */
 const WHEN_POSSIBLE = new Set<ListVerb>(["approve", "reject", "resume"]);
 
 /** The menu of one node. */
 export function menuOf(node: LiveNode, act: (action: Action) => void, open: () => void): MenuItem[] {
-  const offered = MENU.filter((verb) => !WHEN_POSSIBLE.has(verb) || refusal(verb, node) === "");
+  const offered = LIST_VERBS.filter((verb) => !WHEN_POSSIBLE.has(verb) || refusal(verb, node) === "");
   const items = offered.map((verb) => ({
     label: `${VERB_LABELS[verb]}…`,
     refusal: refusal(verb, node),

@@ -1,12 +1,13 @@
 // The line above the list: how many are shown and how, or, once something is selected, what can be done with it.
 import type { ReactNode } from "react";
+import { download } from "../../lib/download";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { MeterLegend } from "../../ui/bars";
 import { Button } from "../../ui/button";
 import { Menu } from "../../ui/menu";
-import { csv, download, type Selection } from "../../ui/rows";
-import { refusalOfAll, VERB_LABELS, type Action, type ListVerb } from "./actions";
+import { csv, type Selection } from "../../ui/rows";
+import { LIST_VERBS, refusalOfAll, VERB_LABELS, type Action } from "./actions";
 import { COLUMNS, EXPORTED } from "./columns";
 import { withView, type Filter, type SetFilter } from "./filter";
 
@@ -20,8 +21,6 @@ interface BulkBarProps {
   /** Shows everything again; null if nothing is hidden. */
   onClear: (() => void) | null;
 }
-
-const OFFERED: readonly ListVerb[] = ["approve", "reject", "drain", "resume", "label", "install", "deregister"];
 
 export function BulkBar({ shown, nodes, selection, filter, onFilter, onAct, onClear }: BulkBarProps): ReactNode {
   const selected = [...selection.ids].flatMap((id) => nodes.get(id) ?? []);
@@ -38,7 +37,7 @@ export function BulkBar({ shown, nodes, selection, filter, onFilter, onAct, onCl
         <span className="grow" />
         <MeterLegend />
         <ViewMenu filter={filter} onFilter={onFilter} />
-        <Button small onClick={() => download("nodes.csv", csv(EXPORTED, shown))}>
+        <Button small onClick={() => download("nodes.csv", csv(EXPORTED, shown), "text/csv")}>
           Export CSV
         </Button>
       </div>
@@ -52,7 +51,7 @@ export function BulkBar({ shown, nodes, selection, filter, onFilter, onAct, onCl
         {selected.length} selected
         {hidden > 0 && <span className="muted"> ({hidden} hidden by the filter)</span>}
       </strong>
-      {OFFERED.map((verb) => (
+      {LIST_VERBS.map((verb) => (
         <Button key={verb} small kind={verb === "deregister" ? "danger" : "plain"} refusal={refusalOfAll(verb, selected)} onClick={() => onAct({ verb, nodes: selected })}>
           {VERB_LABELS[verb]}…
         </Button>

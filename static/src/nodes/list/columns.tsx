@@ -1,7 +1,7 @@
 // The columns of the nodes. Only the age of the last heartbeat keeps state.
 import type { ReactNode } from "react";
 import { Link } from "react-router";
-import { gpusOf, gpuWords, usedRam, usedVram, vramLimit } from "../../live/gpus";
+import { gpuWords, usedRam, usedVram, vramLimit } from "../../live/gpus";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { ago, count, exact } from "../../lib/format";
 import { ProgressBar, Meter } from "../../ui/bars";
@@ -70,7 +70,7 @@ function Gpu({ node }: { node: LiveNode }): ReactNode {
 
 /** The mean use of the GPUs in per cent; null where no driver reports it. */
 export function gpuBusy(node: LiveNode): number | null {
-  const known = gpusOf(node).flatMap(({ utilization }) => utilization ?? []);
+  const known = node.gpus.flatMap(({ utilization }) => utilization ?? []);
   return known.length === 0 ? null : Math.round(known.reduce((sum, percent) => sum + percent, 0) / known.length);
 }
 

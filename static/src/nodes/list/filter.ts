@@ -1,7 +1,6 @@
 // The view of the nodes in the page's address: `?q=&state=&type=&gpu=&label=&sort=&columns=&rows=`. The facets
 // count what choosing one more value would show: all other conditions hold, their own does not. Pure.
 import { keep, recall } from "../../lib/storage";
-import { gpusOf } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
 import { readSort, writeSort, type Sort } from "../../ui/rows";
 import { written } from "../shared/labels";
@@ -144,7 +143,7 @@ const NO_FACET = new Set(["node.name", "node.replica-slots", "gpu.vendor"]);
 const VALUES: Readonly<Record<Facet, (node: LiveNode) => readonly string[]>> = {
   state: (node) => [shownStatus(node)],
   type: (node) => [node.node_type],
-  gpu: (node) => (node.gpu_vendor === "" ? [NO_GPU] : [...new Set([node.gpu_vendor, ...gpusOf(node).map(({ name }) => name)])]),
+  gpu: (node) => (node.gpu_vendor === "" ? [NO_GPU] : [...new Set([node.gpu_vendor, ...node.gpus.map(({ name }) => name)])]),
   label: (node) =>
     Object.entries(node.labels)
       .filter(([key]) => !NO_FACET.has(key))

@@ -1,22 +1,21 @@
 // The nodes of the cluster, live: what waits for a decision on top, then all of them, dense, filtered and sorted as
 // the address says. The store changes many times a second; what is expensive follows behind (`useDeferredValue`),
 // so that typing never waits for it.
-import { memo, Suspense, useCallback, useDeferredValue, useId, useMemo, useRef, useState, type CSSProperties, type ReactNode } from "react";
+import { memo, useCallback, useDeferredValue, useId, useMemo, useRef, useState, type CSSProperties, type ReactNode } from "react";
 import { useNavigate } from "react-router";
-import type { InstallPickerProps } from "../../backends/picker";
 import { useChange, useLive } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { AfterPaint } from "../../ui/after-paint";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Empty, Loading } from "../../ui/empty";
-import { lazyDialog } from "../../ui/lazy";
 import { Menu } from "../../ui/menu";
 import { sorted, useSelection, type Selection } from "../../ui/rows";
 import { DataGrid, useMeasured } from "../../ui/table";
 import { PageHead } from "../../ui/title";
 import { count } from "../../lib/format";
 import { useInAddress } from "../../lib/in-address";
+import { InstallDialog } from "../shared/install-dialog";
 import { ActionDialog, menuOf, type Action } from "./actions";
 import { AddNode } from "./add-node";
 import type { MadeJoinToken } from "./joining";
@@ -28,8 +27,6 @@ import { Filters } from "./filters";
 import { Pending } from "./pending";
 import { Pulse } from "./pulse";
 import "./list.css";
-
-const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("../../backends/picker")).InstallPicker);
 
 export function NodesPage(): ReactNode {
   const present = useLive((state) => state.nodes);
@@ -100,11 +97,7 @@ const Fleet = memo(function Fleet({ nodes, joining }: FleetProps): ReactNode {
       </div>
       <NodeList nodes={nodes} onAct={setAction} />
       {action !== null && action.verb !== "install" && <ActionDialog action={action} onClose={close} />}
-      {action?.verb === "install" && (
-        <Suspense>
-          <InstallPicker nodeIds={action.nodes.map((node) => node.id)} onClose={close} />
-        </Suspense>
-      )}
+      {action?.verb === "install" && <InstallDialog nodeIds={action.nodes.map((node) => node.id)} onClose={close} />}
     </>
   );
 });

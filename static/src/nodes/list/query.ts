@@ -1,7 +1,6 @@
 // The language of the filter's box: words look in name, address, GPUs, labels and models, and name states; `field:value` looks
 // in one thing; `key=value` in labels; `-` before any of them means "not". All have to hold; the same field twice means
 // one of them. Pure.
-import { gpusOf } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
 import { shownStatus, type ShownStatus } from "../shared/node-status";
 
@@ -166,7 +165,7 @@ function hasLabel(node: LiveNode, key: string, values: readonly string[]): boole
 
 /** Vendor and names of a node's GPUs; none without a GPU. */
 function gpuTexts(node: LiveNode): string[] {
-  return [node.gpu_vendor, ...new Set(gpusOf(node).map((gpu) => gpu.name))];
+  return [node.gpu_vendor, ...new Set(node.gpus.map((gpu) => gpu.name))];
 }
 
 const texts = new WeakMap<LiveNode, string>();

@@ -3,6 +3,7 @@
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { useDeferredValue, useEffect, useId, useMemo, useRef, useState, useSyncExternalStore, type ReactNode } from "react";
 import { call, client } from "../../api/client";
+import { download } from "../../lib/download";
 import { count } from "../../lib/format";
 import { useInAddress } from "../../lib/in-address";
 import { useChange, useLive } from "../../live/hooks";
@@ -169,7 +170,7 @@ function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
       <div className="row wrap log-tools">
         <Filters place={place} onPlace={onPlace} />
         <PauseButton paused={paused} lines={state.lines} onPress={pause} />
-        <Button refusal={shown.length === 0 ? "No lines to download" : ""} onClick={() => download(fileName(node, place.of, new Date()), asText(shown))}>
+        <Button refusal={shown.length === 0 ? "No lines to download" : ""} onClick={() => download(fileName(node, place.of, new Date()), asText(shown), "text/plain;charset=utf-8")}>
           Download
         </Button>
         <Button refusal={state.lines.length === 0 ? "No lines to clear" : ""} onClick={clear}>
@@ -275,14 +276,4 @@ function useTailAnnouncements({ connection }: TailState): void {
     if (connection === "lost") announce("The log is not live. Reconnecting.");
     if (connection === "live" && previous === "lost") announce("The log is live again.");
   });
-}
-
-function download(name: string, text: string): void {
-  const url = URL.createObjectURL(new Blob([text], { type: "text/plain;charset=utf-8" }));
-  const link = document.createElement("a");
-  link.href = url;
-  link.download = name;
-  link.click();
-  // The browser reads it a moment later.
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }

@@ -2,6 +2,8 @@
 // socket cannot say, because it was refused before it was open, one request over REST does.
 import { ApiError, call, client } from "../../api/client";
 import type { components } from "../../api/schema";
+import { Listeners } from "../../lib/listeners";
+import { NextFrame } from "../../lib/next-frame";
 import { appended, MAX_LINES, rejoined, type Line } from "./lines";
 
 type Message = components["schemas"]["LogMessage"];
@@ -45,10 +47,10 @@ export function read(data: unknown): Message | null {
 
 export class Tail {
   private state: TailState = { lines: [], connection: "connecting", problem: null };
-  private readonly listeners = new Set<() => void>();
+  private readonly changes = new Listeners();
   private socket: WebSocket | null = null;
   private retryTimer: ReturnType<typeof setTimeout> | undefined;
-  private frame = 0;
+  private readonly frame = new NextFrame(() => this.takeIn());
   private waiting: LogLine[] = [];
   private greeted = false;
   private stopped = true;
@@ -58,10 +60,7 @@ export class Tail {
     private readonly of: string,
   ) {}
 
-  readonly subscribe = (listener: () => void): (() => void) => {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  };
+  readonly subscribe = this.changes.subscribe;
 
   readonly read = (): TailState => this.state;
 
@@ -75,8 +74,7 @@ export class Tail {
   stop(): void {
     this.stopped = true;
     clearTimeout(this.retryTimer);
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
+    this.frame.now();
     this.socket?.close();
     this.socket = null;
   }
@@ -89,7 +87,7 @@ export class Tail {
 
   /** Forgets the lines that there are. */
   readonly clear = (): void => {
-    this.flush();
+    this.frame.now();
     this.set({ lines: [] });
   };
 
@@ -116,21 +114,18 @@ export class Tail {
 
   private push(line: LogLine): void {
     this.waiting.push(line);
-    // A tab that is not shown gets no frames.
-    if (this.waiting.length >= MAX_LINES) this.flush();
-    if (this.frame === 0) this.frame = requestAnimationFrame(() => this.flush());
+    if (this.waiting.length >= MAX_LINES) this.frame.now();
+    else this.frame.request();
   }
 
-  private flush(): void {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
+  private takeIn(): void {
     const lines = this.waiting;
     this.waiting = [];
     if (lines.length > 0) this.set({ lines: appended(this.state.lines, lines) });
   }
 
   private ended(code: number, reason: string): void {
-    this.flush();
+    this.frame.now();
     this.socket = null;
     if (this.stopped) return;
     this.retryTimer = setTimeout(() => this.connect(), AGAIN_MS);
@@ -156,6 +151,6 @@ export class Tail {
 
   private set(change: Partial<TailState>): void {
     this.state = { ...this.state, ...change };
-    for (const listener of this.listeners) listener();
+    this.changes.notify();
   }
 }

@@ -1,0 +1,7 @@
+/** Has the browser save `text` as a file. */
+export function download(name: string, text: string, type: string): void {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  Object.assign(document.createElement("a"), { href: url, download: name }).click();
+  // The browser reads it a moment later.
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
