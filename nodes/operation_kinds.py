@@ -15,11 +15,10 @@ from nodes.loading import load_request, source_downloads
 from nodes.registry import bulk
 from nodes.replicas import drains, unload_requests
 from operations import kinds
-from operations.changes.feed import TaskType
 from operations.executor.work import Handler
 from operations.kinds import HandlerContext, OperationKind
 from operations.ledger.admission import Admission, Requester
-from operations.models import Operation
+from operations.models import Operation, TaskType
 
 
 class BackendTargets:

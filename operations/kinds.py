@@ -11,10 +11,9 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from localai_cluster.messaging.bus import Bus
-from operations.changes.feed import KINDS, KindFacts
 from operations.executor.work import Handler, WakeUps
 from operations.ledger.admission import Admission, Requester
-from operations.models import Operation
+from operations.models import KINDS, KindFacts, Operation
 
 
 @dataclass(frozen=True)
