@@ -206,19 +206,6 @@ def drain_for_unload(
     return rows
 
 
-def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
-    """Drain a locked, idle replica for an operation: no further request picks it."""
-    engines.apply_event(
-        NodeModel.objects.filter(pk=row.pk),
-        ReplicaEvent.DRAINED,
-        **engines.owner_columns(OwnerKind.OPERATION, operation_id),
-        **engines.drain_columns(now),
-        reason=PhaseReason.UNLOAD,
-        updated_at=now,
-    )
-    events.notify(events.NODES, str(row.node_id))
-
-
 def advance_deadline(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
     """Lower the deadline of these draining or terminating replicas to `deadline`; keep an earlier one."""
     rows.filter(phase__in=_DRAIN_PHASES, deadline__gt=deadline).update(deadline=deadline)
