@@ -4,7 +4,7 @@ An app registers its kinds when it starts. So this package runs, cancels, retrie
 importing the code of their kinds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
@@ -59,12 +59,12 @@ class OperationKind(KindFacts):
 class Hooks(Protocol):
     """Functions of the app `nodes` that the API and command line of `operations` call."""
 
-    def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
+    def annotate(self, entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
         """Add to each waiting entry the reason of its wait."""
 
     def choose_waves(
         self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
-    ) -> None:
+    ) -> Operation:
         """Continue or stop an operation that runs in waves."""
 
     def find_node(self, text: str) -> UUID:
