@@ -1,33 +1,29 @@
 """The kinds of operations on nodes, models and backends, as `operations` runs them.
 
-Handlers are imported where they are made: only controllers need them.
+What only a controller needs, and takes long to import, is imported where its handler is made.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import conf
 from nodes.backends import admission, backend_requests, node_stop, wait_reasons, wave_requests
 from nodes.downloads import imports, unused_files
-from nodes.loading import load_request, source_downloads
+from nodes.loading import definition_removal, load_request, source_downloads
 from nodes.registry import bulk
 from nodes.replicas import drains, unload_requests
 from operations import kinds
-from operations.changes.feed import TaskType
 from operations.executor.work import Handler
 from operations.kinds import HandlerContext, OperationKind
 from operations.ledger.admission import Admission, Requester
-from operations.models import Operation
+from operations.models import Operation, TaskType
 
 
 class BackendTargets:
     """Operations on backends: each target is an intent of its node."""
 
-    def cancel(self, operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None) -> Operation:
-        """Cancel the operation, or its target on one node, with its intents."""
-        return admission.cancel(operation_id, actor=actor, now=now, node_id=node_id)
+    cancel = staticmethod(admission.cancel)
 
     def retry(
         self, operation_id: UUID, *, nodes: Sequence[UUID], requester: Requester, now: datetime
@@ -44,35 +40,10 @@ def _load(context: HandlerContext) -> Handler:
     return load.LoadModel(context.bus, folder(), context.wake_ups)
 
 
-def _unload(context: HandlerContext) -> Handler:
-    from nodes.replicas import unload_requests
-
-    return unload_requests.UnloadModel(context.bus)
-
-
-def _delete(context: HandlerContext) -> Handler:
-    from nodes.replicas import unload_requests
-
-    return unload_requests.DeleteModel(context.bus)
-
-
 def _import(context: HandlerContext) -> Handler:
-    from nodes.downloads.imports import ImportModel
     from nodes.sources.opening import SourceFileOpener
 
-    return ImportModel(SourceFileOpener(conf.cluster()))
-
-
-def _remove_files(context: HandlerContext) -> Handler:
-    from nodes.downloads.unused_files import RemoveFiles
-
-    return RemoveFiles()
-
-
-def _remove_definition(context: HandlerContext) -> Handler:
-    from nodes.loading import definition_removal
-
-    return definition_removal.RemoveDefinition(context.bus)
+    return imports.ImportModel(SourceFileOpener(conf.cluster()))
 
 
 def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> tuple[str, str]:
@@ -90,15 +61,8 @@ _BACKEND_TASKS = {
 class NodeHooks:
     """The operations on nodes and waves that the API and command line of `operations` call."""
 
-    def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
-        """Add to each entry the reason for its wait."""
-        wait_reasons.annotate(list(entries), now=now)
-
-    def choose_waves(
-        self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
-    ) -> None:
-        """Continue or stop an upgrade in waves."""
-        wave_requests.choose(operation_id, choice, last_replicas=last_replicas, actor=actor, now=now)
+    annotate = staticmethod(wait_reasons.annotate)
+    choose_waves = staticmethod(wave_requests.choose)
 
     def find_node(self, text: str) -> UUID:
         """Return the node with that name, id or id prefix."""
@@ -120,9 +84,18 @@ def register() -> None:
             expires=True,
             attempt_keys=("setbacks", "engine_deaths"),
         ),
-        OperationKind(unload_requests.UNLOAD_KIND, "model", TaskType.DELETION, handler=_unload),
         OperationKind(
-            unload_requests.DELETE_KIND, "model", TaskType.DELETION, is_deletion=True, handler=_delete
+            unload_requests.UNLOAD_KIND,
+            "model",
+            TaskType.DELETION,
+            handler=lambda context: unload_requests.UnloadModel(context.bus),
+        ),
+        OperationKind(
+            unload_requests.DELETE_KIND,
+            "model",
+            TaskType.DELETION,
+            is_deletion=True,
+            handler=lambda context: unload_requests.DeleteModel(context.bus),
         ),
         OperationKind(
             imports.KIND,
@@ -131,13 +104,19 @@ def register() -> None:
             handler=_import,
             cancel=imports.cancel_import,
         ),
-        OperationKind(unused_files.KIND, "", TaskType.DELETION, is_deletion=True, handler=_remove_files),
+        OperationKind(
+            unused_files.KIND,
+            "",
+            TaskType.DELETION,
+            is_deletion=True,
+            handler=lambda _: unused_files.RemoveFiles(),
+        ),
         OperationKind(
             drains.REMOVE_DEFINITION_KIND,
             "model",
             TaskType.DELETION,
             is_deletion=True,
-            handler=_remove_definition,
+            handler=lambda context: definition_removal.RemoveDefinition(context.bus),
         ),
         OperationKind(node_stop.KIND, "node", handler=lambda context: node_stop.StopNode(context.bus)),
         *(

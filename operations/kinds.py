@@ -4,17 +4,16 @@ An app registers its kinds when it starts. So this package runs, cancels, retrie
 importing the code of their kinds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 from uuid import UUID
 
 from localai_cluster.messaging.bus import Bus
-from operations.changes.feed import KINDS, KindFacts
 from operations.executor.work import Handler, WakeUps
 from operations.ledger.admission import Admission, Requester
-from operations.models import Operation
+from operations.models import KINDS, KindFacts, Operation
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,12 @@ class OperationKind(KindFacts):
 class Hooks(Protocol):
     """Functions of the app `nodes` that the API and command line of `operations` call."""
 
-    def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
+    def annotate(self, entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
         """Add to each waiting entry the reason of its wait."""
 
     def choose_waves(
         self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
-    ) -> None:
+    ) -> Operation:
         """Continue or stop an operation that runs in waves."""
 
     def find_node(self, text: str) -> UUID:

@@ -76,6 +76,36 @@ WAVES_IN_PROGRESS = (Waves.RUNNING, Waves.CONTINUED)
 """States in which the next wave opens when the open wave has ended."""
 
 
+class TaskType(StrEnum):
+    """Kind of work as the reference's pages name it (O44)."""
+
+    INSTALLATION = "installation"
+    UPGRADE = "upgrade"
+    DELETION = "deletion"
+    STAGING = "staging"
+
+
+@dataclass(frozen=True)
+class KindFacts:
+    """The properties of a kind of operation that clients see."""
+
+    name: str
+    subject: str = ""
+    """The kind of object that its operations change: `backend`, `model` or `node`."""
+    task_type: TaskType = TaskType.INSTALLATION
+    is_deletion: bool = False
+    """True if its operations cannot be cancelled once they run (O57)."""
+
+
+KINDS: dict[str, KindFacts] = {}
+"""All registered kinds of operations, by name."""
+
+
+def facts_of(kind: str) -> KindFacts:
+    """Return the properties of the kind of this name; defaults if it is not registered."""
+    return KINDS.get(kind) or KindFacts(kind)
+
+
 UNDISMISSED_FAILURE = Q(status="failed", dismissed_at__isnull=True)
 """Filter of the failures in the inbox."""
 IN_HISTORY = Q(status__in=("completed", "cancelled")) | Q(status="failed", dismissed_at__isnull=False)
@@ -258,7 +288,7 @@ class Operation(LeasedRow):
     @property
     def cancellable(self) -> bool:
         """True if the operation is active, and not a deletion that a worker has begun (O57)."""
-        deletion_has_begun = self.kind.endswith("_delete") and self.status == Status.PROCESSING
+        deletion_has_begun = facts_of(self.kind).is_deletion and self.status == Status.PROCESSING
         return self.status in ACTIVE and not deletion_has_begun
 
 

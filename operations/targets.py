@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from operations.models import QUEUED, Operation, OperationTarget, Status, TargetStatus
+from operations.models import QUEUED, Operation, OperationTarget, Status, TargetStatus, facts_of
 
 ENDED = (TargetStatus.SUCCESS, TargetStatus.ERROR, TargetStatus.CANCELLED, TargetStatus.SUPERSEDED)
 UNFINISHED = tuple(status for status in TargetStatus if status not in ENDED)
@@ -61,12 +61,10 @@ def summarize_targets(kind: str, parts: Sequence[OperationTarget]) -> TargetsSum
 
     Without targets no node was eligible: a deletion is then completed, every other kind failed.
     """
-    deletes = kind.endswith("_delete")
+    if not parts and facts_of(kind).is_deletion:
+        return TargetsSummary(Status.COMPLETED, "completed", progress=100)
     if not parts:
-        done = TargetsSummary(Status.COMPLETED, "completed", progress=100)
-        return (
-            done if deletes else TargetsSummary(Status.FAILED, f"error: {NO_ELIGIBLE_NODE}", NO_ELIGIBLE_NODE)
-        )
+        return TargetsSummary(Status.FAILED, f"error: {NO_ELIGIBLE_NODE}", NO_ELIGIBLE_NODE)
     unfinished = [part for part in parts if part.status not in ENDED]
     attempts = max(part.attempts for part in parts)
     progress = min(sum(map(target_progress, parts)) / len(parts), MAX_RUNNING_PERCENT)

@@ -39,7 +39,7 @@ from operations.changes.events import emit
 from operations.ledger import admission as ledger
 from operations.ledger import target_changes
 from operations.ledger.admission import Admission
-from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves
+from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves, facts_of
 
 _RETRIED_CONSTRAINTS = ("operation_one_active_a_key", "intent_once")
 _MAX_ADMISSION_ATTEMPTS = 5
@@ -374,7 +374,7 @@ def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str
         raise errors.Conflict(
             f"the part on {target.node_name} has ended already: {target.status}", field="status"
         )
-    if operation.kind.endswith("_delete") and target.status != TargetStatus.QUEUED:
+    if facts_of(operation.kind).is_deletion and target.status != TargetStatus.QUEUED:
         raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
     reason = f"cancelled by {actor}"
     target_changes.end(TargetStatus.CANCELLED, reason=note or reason)(target, now)

@@ -223,6 +223,8 @@ class IntentQueue:
 
     name = "intents"
     slots = QUEUE_SLOTS
+    renew = staticmethod(intents.renew)
+    release = staticmethod(intents.release)
 
     def __init__(self, bus: Bus, load_elsewhere: LoadElsewhere) -> None:
         self._bus, self._load_elsewhere = bus, load_elsewhere
@@ -240,14 +242,6 @@ class IntentQueue:
         """Implement `Queue`."""
         time_limits = {op: command.limit() for op, command in COMMANDS.items()}
         return intents.claim(owner, now=now, lease=lease, limit=limit, time_limits=time_limits)
-
-    def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-        """Implement `Queue`."""
-        return intents.renew(owner, ids, now=now, lease=lease)
-
-    def release(self, owner: str, *, now: datetime) -> int:
-        """Implement `Queue`."""
-        return intents.release(owner, now=now)
 
     def reap(self) -> None:
         """Implement `Queue`."""

@@ -343,8 +343,7 @@ async def _give_up(attempt: Attempt) -> None:
 
     No other load uses the process key before a controller has confirmed the end of this engine.
     """
-    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now())
-    if engine is not None:
+    if await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now()):
         await attempt.worker.stop(attempt.process_key)
 
 

@@ -16,6 +16,7 @@ from django.db import models
 from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging.messages import process_key
 from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
 from operations.models import SUFFIX_SEPARATOR
@@ -306,7 +307,12 @@ class NodeModel(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.model_name}#{self.replica_index}"
+        return self.process_key
+
+    @property
+    def process_key(self) -> str:
+        """Key of the engine process on its worker."""
+        return process_key(self.model_name, self.replica_index)
 
     @property
     def idle_since(self) -> datetime:

@@ -293,7 +293,14 @@ def retire_replica(replica_id: UUID, reason: str, now: datetime) -> None:
             row.model_name, Requester(ACTOR), node=row.node, index=row.replica_index, grace=0, reason=reason
         )
         operation = unload_requests.unload(request, now=now).operation
-        drains.drain_idle(row, operation_id=operation.id, now=now)
+        drains.drain_for_unload(
+            row.model_name,
+            [row.node_id],
+            index=row.replica_index,
+            deadline=now,
+            operation_id=operation.id,
+            now=now,
+        )
 
 
 GATHER_SECONDS = 1.0

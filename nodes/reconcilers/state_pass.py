@@ -21,9 +21,10 @@ from localai_cluster.rpc.client import probe
 from localai_cluster.rpc.messages import Sign
 from nodes.backends.inventory import engines_of
 from nodes.commands.commands import Worker
+from nodes.models import NodeModel
 from nodes.registry import dial_targets
 from nodes.replicas import checks
-from nodes.replicas.evidence import CheckResult, Suspect, is_listed, judge
+from nodes.replicas.evidence import CheckResult, is_listed, judge
 from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
@@ -82,23 +83,21 @@ class StatePass(PeriodicTask):
             for check_task in check_tasks:
                 check_task.cancel()
             await asyncio.gather(*check_tasks, return_exceptions=True)
-        findings: dict[Suspect, CheckResult] = {}
+        findings: dict[NodeModel, CheckResult] = {}
         for check_task in done:
             if error := check_task.exception():
                 log.warning("the engines of a node were not looked at: %r", error)
             else:
                 findings |= check_task.result()
         for gone in await in_thread(checks.record_results, findings, now=now):
-            log.warning(
-                "engine %s on %s has ended: its replica serves no more", gone.process_key, gone.node_name
-            )
+            log.warning("engine %s on %s has ended: its replica serves no more", gone, gone.node.name)
         return len(suspects)
 
-    async def _check_node(self, suspects: Sequence[Suspect]) -> dict[Suspect, CheckResult]:
+    async def _check_node(self, suspects: Sequence[NodeModel]) -> dict[NodeModel, CheckResult]:
         """Check the replicas of one node (R4.24): by the worker's list, or without a list by probes."""
-        node = suspects[0]
+        node = suspects[0].node
         async with self._nodes:
-            running = await engines_of(Worker(self._bus, str(node.node_id), node.node_name))
+            running = await engines_of(Worker(self._bus, str(node.id), node.name))
         if running is not None:
             return {
                 suspect: judge(suspect, is_listed(running, suspect.process_key, suspect.address), None)
@@ -107,11 +106,11 @@ class StatePass(PeriodicTask):
         ports = await asyncio.gather(*(self._probe_port(suspect) for suspect in suspects))
         return {suspect: judge(suspect, None, port) for suspect, port in zip(suspects, ports, strict=True)}
 
-    async def _probe_port(self, suspect: Suspect) -> Sign:
-        token = dial_targets.bearer_token(suspect.engine_token, suspect.weak_identity)
+    async def _probe_port(self, suspect: NodeModel) -> Sign:
+        token = dial_targets.bearer_token(suspect.node.engine_token, suspect.node.weak_identity)
         async with self._ports:
             return await probe(suspect.address, token, PROBE_TIMEOUT)
 
 
-def _node_id(suspect: Suspect) -> str:
+def _node_id(suspect: NodeModel) -> str:
     return str(suspect.node_id)

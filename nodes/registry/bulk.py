@@ -8,6 +8,7 @@ Progress is published for several nodes at a time.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -114,7 +115,7 @@ def _refusal(bulk: BulkRequest, nodes: Mapping[UUID, BackendNode], node_id: UUID
 def key_and_element(kind: str, options: Options, node_ids: Sequence[UUID]) -> tuple[str, str]:
     """Return the key and the element of an operation of this kind with these options and nodes."""
     ids = sorted(set(node_ids))
-    described = repr((sorted(options.items()), [id.bytes for id in ids]))
+    described = json.dumps([options, [str(id) for id in ids]], sort_keys=True)
     digest = hashlib.sha256(described.encode()).hexdigest()[:32]
     return f"{kind}:{digest}", counted(len(ids), "node")
 

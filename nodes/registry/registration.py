@@ -18,7 +18,6 @@ from django.db.models import Q
 from localai_cluster.accounts import actors, principals
 from localai_cluster.kit import addresses, conf, errors, logs, names
 from localai_cluster.kit.transactions import limit_lock_wait
-from localai_cluster.messaging.messages import process_key
 from localai_cluster.messaging.servers import Credentials
 from nodes.models import BackendNode, JoinToken, NodeConflict, NodeModel, NodeType, Phase
 from nodes.registry import (
@@ -467,7 +466,7 @@ def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> boo
 def _is_listed(registration: Registration, row: NodeModel) -> bool:
     """Return True if the worker lists the replica's process; the list or the row may lack the address."""
     listed = {process.process_key: process.address for process in registration.running_processes or ()}
-    address = listed.get(process_key(row.model_name, row.replica_index))
+    address = listed.get(row.process_key)
     return address is not None and (
         not address or not row.address or addresses.is_same_address(address, row.address)
     )

@@ -21,7 +21,7 @@ from localai_cluster.kit.leases import claim_rows, update_rows
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import engines, terminations
-from nodes.replicas.evidence import CheckResult, Suspect
+from nodes.replicas.evidence import CheckResult
 from nodes.replicas.statements import StatementRunner
 from operations.changes import events
 
@@ -64,21 +64,20 @@ def request_checks(*, heartbeat_since: datetime, now: datetime) -> bool:
     return has_suspects
 
 
-def claim_suspects(*, heartbeat_since: datetime, now: datetime) -> list[Suspect]:
-    """Claim and return the suspects that no other controller is checking; two statements."""
+def claim_suspects(*, heartbeat_since: datetime, now: datetime) -> list[NodeModel]:
+    """Claim and return the suspects, with their nodes, that no other controller is checking.
+
+    Two statements. The rows have only `_SUSPECT_COLUMNS` and the time of this claim.
+    """
     free = Q(checked_at__isnull=True) | Q(checked_at__lt=now - CLAIM_DURATION)
     suspects = _suspects(heartbeat_since, now).filter(free).order_by("id")
-    return [
-        Suspect(
-            *(row.id, row.node_id, row.model_name, row.replica_index, row.address, now),
-            *(row.missed_reports, row.missed_probes, row.exit_reported),
-            *(row.node.name, row.node.engine_token, row.node.weak_identity),
-        )
-        for row in claim_rows(suspects.select_related("node").only(*_SUSPECT_COLUMNS), checked_at=now)
-    ]
+    rows = claim_rows(suspects.select_related("node").only(*_SUSPECT_COLUMNS), checked_at=now)
+    for row in rows:
+        row.checked_at = now
+    return rows
 
 
-def record_results(results_by_suspect: Mapping[Suspect, CheckResult], *, now: datetime) -> list[Suspect]:
+def record_results(results_by_suspect: Mapping[NodeModel, CheckResult], *, now: datetime) -> list[NodeModel]:
     """Store the results of checks in unchanged rows; return the replicas that no longer serve.
 
     If the worker did not report the end itself, the engine is stopped before its row is removed. The number
@@ -108,7 +107,7 @@ def record_results(results_by_suspect: Mapping[Suspect, CheckResult], *, now: da
     return [missed[row.pk] for row in ended_rows]
 
 
-def _refresh(alive: Sequence[Suspect], now: datetime) -> None:
+def _refresh(alive: Sequence[NodeModel], now: datetime) -> None:
     if not alive:
         return
     values: dict[str, Any] = {

@@ -18,7 +18,6 @@ from localai_cluster.kit.leases import lock_free
 from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import engines
-from nodes.replicas.engines import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations import targets
 from operations.changes import events
@@ -169,8 +168,8 @@ def drain_for_unload(
     deadline: datetime,
     operation_id: UUID,
     now: datetime,
-) -> list[Engine]:
-    """Drain the replicas for an unload operation; return their engines.
+) -> list[NodeModel]:
+    """Drain the replicas for an unload operation; return their rows from before.
 
     The operation takes over replicas that drain or terminate already; an earlier deadline of these stays.
     Needs a transaction. The number of statements is constant.
@@ -204,20 +203,7 @@ def drain_for_unload(
         updated_at=now,
     )
     events.notify(events.NODES, *sorted({str(row.node_id) for row in serving}))
-    return [engines.engine_of(row) for row in rows]
-
-
-def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
-    """Drain a locked, idle replica for an operation: no further request picks it."""
-    engines.apply_event(
-        NodeModel.objects.filter(pk=row.pk),
-        ReplicaEvent.DRAINED,
-        **engines.owner_columns(OwnerKind.OPERATION, operation_id),
-        **engines.drain_columns(now),
-        reason=PhaseReason.UNLOAD,
-        updated_at=now,
-    )
-    events.notify(events.NODES, str(row.node_id))
+    return rows
 
 
 def advance_deadline(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
@@ -234,13 +220,13 @@ def running_requests(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | 
     return {id: (count, until if phase in _DRAIN_PHASES else None) for id, count, phase, until in rows}
 
 
-def is_in_use(engine: Engine) -> bool:
+def is_in_use(engine: NodeModel) -> bool:
     """Return True if the engine serves, or if it drains and requests may still be running on it."""
     return NodeModel.objects.filter(pk=engine.id, phase__in=(Phase.SERVING, *_DRAIN_PHASES)).exists()
 
 
-def return_abandoned() -> list[Engine]:
-    """Return replicas to service whose operation ended before it sent a stop; return their engines.
+def return_abandoned() -> list[NodeModel]:
+    """Return replicas to service whose operation ended before it sent a stop; return their rows.
 
     If an upgrade is about to stop the engine, the upgrade gets the replica instead and returns it later.
     """
@@ -252,7 +238,7 @@ def return_abandoned() -> list[Engine]:
         kept = hand_to_upgrade(rows)
         back = [row for row in rows if row.pk not in kept]
         _return_to_picks(back)
-    return [engines.engine_of(row) for row in back]
+    return back
 
 
 def has_no_operation() -> Q:

@@ -12,7 +12,6 @@ the order of their ids, as in the hot path (`statements.py`), so that transactio
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -21,7 +20,7 @@ from django.db import connection, transaction
 from django.db.models import Case, CharField, Exists, F, OuterRef, Q, Value, When
 
 from localai_cluster.kit.transactions import committed
-from localai_cluster.messaging.messages import process_key, split_process_key
+from localai_cluster.messaging.messages import split_process_key
 from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import hooks, reserved_memory, states
@@ -42,48 +41,10 @@ _NO_STOP_COLUMNS: Mapping[str, Any] = {
 SERVING_COLUMNS: Mapping[str, Any] = {**NO_OWNER_COLUMNS, **_NO_STOP_COLUMNS, "reason": "", "deadline": None}
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What is needed to stop an engine, as read from its row."""
-
-    id: UUID
-    node_id: UUID
-    model_name: str
-    replica_index: int
-    address: str
-    """Empty until the worker has answered the start command."""
-    phase: Phase
-    is_lost: bool = False
-    """True if the engine did not answer a request; its process may still run."""
-    started_at: datetime | None = None
-    start_answered: bool = True
-
-    @property
-    def process_key(self) -> str:
-        """The key of the engine process on its worker."""
-        return process_key(self.model_name, self.replica_index)
-
-    def may_still_start(self, now: datetime) -> bool:
-        """Return True if the start command may still be on its way to the worker."""
-        started = self.started_at
-        return (
-            started is not None and not self.start_answered and now < started + states.UNANSWERED_START_LIMIT
-        )
-
-
-def engine_of(row: NodeModel) -> Engine:
-    """Return the engine of a row."""
-    return Engine(
-        row.id,
-        row.node_id,
-        row.model_name,
-        row.replica_index,
-        row.address,
-        Phase(row.phase),
-        row.reason == "lost",
-        row.started_at,
-        row.start_answered,
-    )
+def may_still_start(row: NodeModel, now: datetime) -> bool:
+    """Return True if the start command of the engine may still be on its way to the worker."""
+    started = row.started_at
+    return started is not None and not row.start_answered and now < started + states.UNANSWERED_START_LIMIT
 
 
 def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
@@ -182,7 +143,7 @@ def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[s
     held = Q(phase=Phase.SERVING) | Q(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
         rows = _lock_rows(NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before))
-        gone = [row for row in rows if not is_listed(running, str(row), row.address)]
+        gone = [row for row in rows if not is_listed(running, row.process_key, row.address)]
         end_rows(gone)
     return [str(row) for row in gone]
 

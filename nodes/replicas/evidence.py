@@ -6,12 +6,10 @@ engine's end. The rows store the numbers of misses (`checks.py`), so that any pr
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from datetime import datetime
-from uuid import UUID
+from dataclasses import dataclass
 
-from localai_cluster.messaging.messages import process_key
 from localai_cluster.rpc.messages import Sign
+from nodes.models import NodeModel
 
 MISSED_REPORTS = 2
 """Number of consecutive lists without the engine after which it counts as ended (C6)."""
@@ -20,29 +18,6 @@ MISSED_PROBES = 3
 
 Running = Collection[tuple[str, str]]
 """Process key and port of each engine that a worker lists; "" if the port is not reported."""
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A replica whose engine may have ended: the columns of its row when it was claimed."""
-
-    id: UUID
-    node_id: UUID
-    model_name: str
-    replica_index: int
-    address: str
-    checked_at: datetime
-    missed_reports: int = 0
-    missed_probes: int = 0
-    exit_reported: bool = False
-    node_name: str = ""
-    engine_token: str = field(default="", repr=False)
-    weak_identity: bool = False
-
-    @property
-    def process_key(self) -> str:
-        """The key of the engine process on its worker."""
-        return process_key(self.model_name, self.replica_index)
 
 
 @dataclass(frozen=True)
@@ -73,7 +48,7 @@ def is_listed(running: Running, key: str, address: str) -> bool:
     return (key, address.rpartition(":")[2]) in running or (key, "") in running
 
 
-def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> CheckResult:
+def judge(suspect: NodeModel, listed: bool | None, port: Sign | None) -> CheckResult:
     """Return the result of a check (R4.34, R4.35, R4.39, R4.40).
 
     `listed` is True if the worker lists the engine, None if it sent no list. Then `port` counts: True if the

@@ -12,13 +12,7 @@ from nodes.placement.explain import MAX_SHOWN_NODES, FleetView
 
 def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
     """Return True if a node outside `excluded_nodes` can take a request for the model now (R2.10)."""
-    rows = NodeModel.objects.of(model_name).serving().exclude(node__in=excluded_nodes)
-    labels = selectors_of([model_name])[model_name].labels
-    if labels is None:
-        return False
-    for key, value in labels:
-        rows = rows.filter(node__label_set__key=key, node__label_set__value=value)
-    return rows.exists()
+    return NodeModel.objects.of(model_name).reached().exclude(node__in=excluded_nodes).exists()
 
 
 def is_being_loaded(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:

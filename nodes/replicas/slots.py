@@ -34,7 +34,6 @@ from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
 from nodes.placement.sizes import QUOTA_HINT, describe_quota
 from nodes.replicas import engines, eviction, reserved_memory, states, terminations
-from nodes.replicas.engines import Engine
 from nodes.replicas.reserved_memory import GpuShare
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
@@ -326,14 +325,14 @@ def _lock_replaced_replica(slot: Slot, replaced: UUID | None) -> UUID | None:
     return replaced if phases.get(replaced) == Phase.SERVING else None
 
 
-def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> Engine | None:
+def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
     """End an attempt that has published no replica, and free its slot.
 
-    Return the engine that must be stopped now, if one may have been started.
+    Return True if it may have started an engine, which must be stopped now.
     """
     with committed("load.ended"):
         ended = _end_loads(owned_rows(slot, attempt), now)
-    return next((engines.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
+    return any(row.phase == Phase.STOPPING for row in ended)
 
 
 def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:

@@ -40,7 +40,6 @@ from nodes.models import BackendNode, NodeModel, NodeType, OwnerKind, Phase, Pha
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import dial_targets
 from nodes.replicas import drains, engines, slots, states, terminations
-from nodes.replicas.engines import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 from operations.executor.work import in_thread
@@ -142,7 +141,7 @@ def _is_drained(now: datetime) -> Q:
     return Q(in_flight=0) | Q(deadline__lte=now)
 
 
-def claim_due(limit: int, *, now: datetime) -> list[Engine]:
+def claim_due(limit: int, *, now: datetime) -> list[NodeModel]:
     """Claim the engines whose stop is due, except those that an operation stops; return them.
 
     First stops come before repeated ones, whose worker may hang.
@@ -155,13 +154,12 @@ def claim_due(limit: int, *, now: datetime) -> list[Engine]:
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
     is_left = Q(reason__in=_REASONS_WITHOUT_UNLOAD) | drains.has_no_operation()
     rows = NodeModel.engines.filter(due, is_free, is_left).order_by("stop_attempts", "id")
-    claimed = claim_rows(
+    return claim_rows(
         rows, limit=limit, **engines.CONTROLLER_OWNER_COLUMNS, claimed_until=now + _CLAIM_DURATION
     )
-    return [engines.engine_of(row) for row in claimed]
 
 
-def record_sent(engine: Engine, *, now: datetime) -> bool:
+def record_sent(engine: NodeModel, *, now: datetime) -> bool:
     """Record that a stop is about to be sent; return False if it must not be sent.
 
     That is so if the engine has ended, serves again, has departed, or has running requests: the caller's
@@ -175,12 +173,12 @@ def record_sent(engine: Engine, *, now: datetime) -> bool:
     return bool(engines.apply_event(rows, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
 
 
-def is_due(engine: Engine) -> bool:
+def is_due(engine: NodeModel) -> bool:
     """Return True while the end of the engine is unconfirmed; until then no other engine gets its slot."""
     return NodeModel.engines.filter(pk=engine.id, phase__in=_STOPPABLE_PHASES).exists()
 
 
-async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | None:
+async def send_stop(bus: Bus, engine: NodeModel, node_name: str) -> StopResult | None:
     """Send one stop and return its result; return None if no stop must be sent (`record_sent`)."""
     if not await in_thread(record_sent, engine, now=clock.now()):
         return None
@@ -188,7 +186,7 @@ async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | No
     return await stop_exactly(worker, engine.process_key, engine.address, lambda: in_thread(is_due, engine))
 
 
-def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
+def record_failure(engine: NodeModel, error: str, *, now: datetime) -> None:
     """Store why the engine may still run, and the time of the next stop."""
     with transaction.atomic():
         rows = NodeModel.engines.filter(pk=engine.id)
@@ -252,23 +250,23 @@ class Stopper(PeriodicTask):
             log.info("the slot of %s on %s is given up: its load has ended", row, row.node.name)
         for row in await in_thread(engines.forget_departed, now=now):
             log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)
-        for engine in await in_thread(drains.return_abandoned):
-            log.info("%s serves again: its unload ended before it was stopped", engine.process_key)
+        for row in await in_thread(drains.return_abandoned):
+            log.info("%s serves again: its unload ended before it was stopped", row)
         free = AT_ONCE - len(self._stops)
         if free <= 0 or not self._bus.connected:
             return []
         due = await in_thread(claim_due, free, now=now)
         nodes = await in_thread(claim_drained_nodes, free, now=now)
-        targets: list[Engine | DrainedNode] = [*due, *nodes]
+        targets: list[NodeModel | BackendNode] = [*due, *nodes]
         begun = [asyncio.create_task(self._run_stop(target), name="stop") for target in targets]
         for task in begun:
             self._stops.add(task)
             task.add_done_callback(self._forget)
         return begun
 
-    async def _run_stop(self, target: "Engine | DrainedNode") -> None:
+    async def _run_stop(self, target: NodeModel | BackendNode) -> None:
         try:
-            await (self._stop(target) if isinstance(target, Engine) else stop_engines(self._bus, target))
+            await (self._stop(target) if isinstance(target, NodeModel) else stop_engines(self._bus, target))
         except Exception as failure:
             # Its claim expires.
             log.warning("an engine was not stopped: %r", failure)
@@ -278,27 +276,27 @@ class Stopper(PeriodicTask):
         self._has_ended = True
         self.wake()  # another stop may be due, for which there was no capacity
 
-    async def _stop(self, engine: Engine) -> None:
+    async def _stop(self, engine: NodeModel) -> None:
         """Send the stop to an engine that this controller has claimed."""
         if (
-            engine.is_lost
+            engine.reason == PhaseReason.LOST
             and await self._answers(engine)
             and await in_thread(terminations.restore_lost, engine)
         ):
-            log.info("%s serves again: its engine answers", engine.process_key)
+            log.info("%s serves again: its engine answers", engine)
             return
         name = await in_thread(_node_name, engine.node_id)
         stopped = await send_stop(self._bus, engine, name)
         if stopped is None:
             return
-        if stopped.gone and not engine.may_still_start(clock.now()):
+        if stopped.gone and not engines.may_still_start(engine, clock.now()):
             await in_thread(engines.confirm_end, engine.id, stop_sent=stopped.sent_at)
             return
         if stopped.reason:
-            log.info("engine %s on %s: %s", engine.process_key, name, stopped.reason)
+            log.info("engine %s on %s: %s", engine, name, stopped.reason)
         await in_thread(record_failure, engine, stopped.reason, now=clock.now())
 
-    async def _answers(self, engine: Engine) -> bool:
+    async def _answers(self, engine: NodeModel) -> bool:
         """Return True if the engine serves its model: then it was unreachable only when a request came."""
         proof = await in_thread(_bearer, engine.node_id)
         return proof is not None and await probe(engine.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
@@ -323,17 +321,7 @@ cannot list engines."""
 NO_ENGINE_LIST_MESSAGE = "its worker cannot tell what runs there"
 
 
-@dataclass(frozen=True)
-class DrainedNode:
-    """A drained node without replicas, in one of its drains."""
-
-    id: UUID
-    name: str
-    node_type: str
-    drained_at: datetime
-
-
-def claim_drained_nodes(limit: int, *, now: datetime) -> list[DrainedNode]:
+def claim_drained_nodes(limit: int, *, now: datetime) -> list[BackendNode]:
     """Claim the drained nodes whose check is due, beginning with the longest drained."""
     due = BackendNode.objects.filter(
         Q(engines_due_at__isnull=True) | Q(engines_due_at__lte=now),
@@ -341,28 +329,23 @@ def claim_drained_nodes(limit: int, *, now: datetime) -> list[DrainedNode]:
         status="draining",
         engines_gone_at__isnull=True,
     )
-    columns = ("id", "name", "node_type", "drained_at")
-    nodes = claim_rows(
-        due.order_by("drained_at").only(*columns),
-        limit=limit,
-        engines_due_at=now + _CLAIM_DURATION,
-    )
-    return [DrainedNode(*(getattr(node, column) for column in columns)) for node in nodes]
+    nodes = due.order_by("drained_at").only("id", "name", "node_type", "drained_at")
+    return claim_rows(nodes, limit=limit, engines_due_at=now + _CLAIM_DURATION)
 
 
-def is_same_drain(node: DrainedNode) -> bool:
+def is_same_drain(node: BackendNode) -> bool:
     """Return True if this drain of the node still lasts: engines of a resumed node must not be stopped."""
     return _same_drain(node).exists()
 
 
-def confirm_empty(node: DrainedNode, *, now: datetime) -> None:
+def confirm_empty(node: BackendNode, *, now: datetime) -> None:
     """Record that no engine runs on the node: it is safe to power off."""
     with transaction.atomic():
         if _same_drain(node).update(engines_gone_at=now, engines_error="", engines_due_at=None):
             events.notify(events.NODES, str(node.id))
 
 
-def schedule_check(node: DrainedNode, error: str, *, due_at: datetime) -> None:
+def schedule_check(node: BackendNode, error: str, *, due_at: datetime) -> None:
     """Store the time of the next check and the error.
 
     `error` states why the engines on the node are unknown; it is empty while engines stop.
@@ -375,11 +358,11 @@ def schedule_check(node: DrainedNode, error: str, *, due_at: datetime) -> None:
         nodes.update(engines_due_at=due_at)
 
 
-def _same_drain(node: DrainedNode) -> BackendNodeQuerySet:
+def _same_drain(node: BackendNode) -> BackendNodeQuerySet:
     return BackendNode.objects.filter(pk=node.id, drained_at=node.drained_at, engines_gone_at__isnull=True)
 
 
-async def stop_engines(bus: Bus, node: DrainedNode) -> None:
+async def stop_engines(bus: Bus, node: BackendNode) -> None:
     """Stop the engines on a claimed drained node; store the result and the time of the next check."""
     if node.node_type == NodeType.AGENT:
         await in_thread(confirm_empty, node, now=clock.now())
@@ -426,7 +409,7 @@ async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
             assert_never(outcome)
 
 
-async def _without_engine_list(worker: Worker, node: DrainedNode, reason: str) -> tuple[str, float]:
+async def _without_engine_list(worker: Worker, node: BackendNode, reason: str) -> tuple[str, float]:
     """Return the error and the next check's delay in seconds if `models.running` gets no proper reply."""
     if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
         return reason, _SILENT_POLL

@@ -14,7 +14,6 @@ from django.db import transaction
 from localai_cluster.kit import clock, conf
 from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import engines, statements
-from nodes.replicas.engines import Engine
 from nodes.replicas.states import REPORTED_STOP_REASONS, ReplicaEvent
 from operations.changes import events
 
@@ -78,7 +77,7 @@ async def lose(
     return bool(await database.fetch_rows(statements.LOSE, values))
 
 
-def restore_lost(engine: Engine) -> bool:
+def restore_lost(engine: NodeModel) -> bool:
     """Return a lost replica to service because its engine answers, unless an operation owns it now."""
     rows = NodeModel.objects.filter(
         pk=engine.id, reason=PhaseReason.LOST, owner_kind=OwnerKind.CONTROLLERS, stop_attempts=0

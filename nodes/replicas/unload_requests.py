@@ -40,7 +40,6 @@ from nodes.models.replica import ALL_REPLICAS_SUFFIX, NodeModelQuerySet, load_ke
 from nodes.placement.evict import join_names
 from nodes.placement.explain import MAX_SENTENCE_LENGTH, DecisionOutcome, truncate
 from nodes.replicas import drains, engines, stops, terminations
-from nodes.replicas.engines import Engine
 from nodes.replicas.stops import StopResult
 from operations import targets
 from operations.executor.work import Work, in_thread
@@ -287,7 +286,7 @@ class UnloadTarget:
     name: str
     status: str | None
     """Status of the node; None if it is no longer registered."""
-    replicas: tuple[Engine, ...]
+    replicas: tuple[NodeModel, ...]
 
     def why_unreachable(self) -> str:
         """Why no command can be sent to the node; empty if one can."""
@@ -368,7 +367,7 @@ class UnloadModel:
         self,
         work: Work,
         part: UnloadTarget,
-        replica: Engine,
+        replica: NodeModel,
         drain_watch: DrainWatch,
         bound: asyncio.Semaphore,
     ) -> str:
@@ -376,7 +375,7 @@ class UnloadModel:
         await drain_watch.reached[replica.id].wait()
 
         async def stop() -> StopResult | None:
-            await work.report(_tick(part, "stopping", f"stopping {replica.process_key} on {part.name}"))
+            await work.report(_tick(part, "stopping", f"stopping {replica} on {part.name}"))
             return await stops.send_stop(self._bus, replica, part.name)
 
         async with bound:
@@ -387,7 +386,7 @@ class UnloadModel:
             await in_thread(engines.confirm_end, replica.id, stop_sent=stopped.sent_at)
             return ""
         await in_thread(stops.record_failure, replica, stopped.reason, now=clock.now())
-        return f"{replica.process_key} may still run: {stopped.reason}"
+        return f"{replica} may still run: {stopped.reason}"
 
 
 class DeleteModel(UnloadModel):
@@ -471,10 +470,10 @@ def _targets(work: Work) -> list[OperationTarget]:
     return list(OperationTarget.objects.filter(operation_id=work.id).order_by("node_name"))
 
 
-def _reason_not_stopped(part: UnloadTarget, replica: Engine) -> str:
+def _reason_not_stopped(part: UnloadTarget, replica: NodeModel) -> str:
     """Return why no stop was sent: the replica is in use again, or its row was removed with the node."""
     if drains.is_in_use(replica):
-        return f"{replica.process_key} is in use again: try again"
+        return f"{replica} is in use again: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()
     return UnloadTarget(part.node_id, part.name, status, ()).why_unreachable()
 

@@ -25,7 +25,7 @@ from operations.api import serializers as shapes
 from operations.api.serializers import OperationRoute
 from operations.changes import feed
 from operations.ledger import admission
-from operations.models import ACTIVE, QUEUED, TERMINAL, Operation, OperationTarget, Status
+from operations.models import ACTIVE, KINDS, QUEUED, TERMINAL, Operation, OperationTarget, Status, facts_of
 
 JOB_RETENTION = timedelta(hours=1)
 """Time for which an ended operation stays in the lists of jobs (O29).
@@ -72,7 +72,7 @@ def job_of(operation: Operation) -> dict[str, Any]:
         message=operation.message,
         galleryElementName=operation.element,
         processed=operation.status in TERMINAL,
-        deletion=feed.facts_of(operation).is_deletion,
+        deletion=facts_of(operation.kind).is_deletion,
         queued=operation.status in ACTIVE and operation.phase == QUEUED,
         completed=is_completed,
         error="" if is_completed else operation.error,
@@ -117,7 +117,7 @@ class BackendJobsView(APIView):
     def get(self, request: Request) -> Response:
         """Returns, by id, the newest 500 operations that are active or have ended within the last hour."""
         of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - JOB_RETENTION)
-        names = [kind.name for kind in feed.KINDS.values() if kind.subject == self.subject]
+        names = [kind.name for kind in KINDS.values() if kind.subject == self.subject]
         rows = Operation.objects.filter(of_late, kind__in=names).order_by("-created_at", "-id")
         return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MAX_JOBS]})
 
@@ -136,7 +136,7 @@ def status_of(operation: Operation) -> dict[str, Any]:
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
     return shapes.JOB_STATUS_SHAPE.of_object(
         operation,
-        deletion=feed.facts_of(operation).is_deletion,
+        deletion=facts_of(operation.kind).is_deletion,
         file_name=next(filter(None, under_way), ""),
         processed=operation.status in TERMINAL,
         file_size=human_bytes(total) if total else "",

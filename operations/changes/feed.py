@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 
 from django.db import connection, transaction
 
@@ -20,38 +19,9 @@ from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import FLAG, PERCENT, TEXT, TEXTS, TIME, UUID, Row, Shape, count, enum, field
 from operations import models
 from operations.causes import cause_of
-from operations.models import Operation, OperationTarget, Status, TargetStatus, Waves
+from operations.models import Operation, OperationTarget, Status, TargetStatus, TaskType, Waves, facts_of
 
 _RESTING_STATUSES = (Status.PENDING, Status.WAITING)
-
-
-class TaskType(StrEnum):
-    """Kind of work as the reference's pages name it (O44)."""
-
-    INSTALLATION = "installation"
-    UPGRADE = "upgrade"
-    DELETION = "deletion"
-    STAGING = "staging"
-
-
-@dataclass(frozen=True)
-class KindFacts:
-    """The properties of a kind of operation that clients see."""
-
-    name: str
-    subject: str = ""
-    """The kind of object that its operations change: `backend`, `model` or `node`."""
-    task_type: TaskType = TaskType.INSTALLATION
-    is_deletion: bool = False
-
-
-KINDS: dict[str, KindFacts] = {}
-"""All registered kinds of operations, by name."""
-
-
-def facts_of(operation: Operation) -> KindFacts:
-    """Return what clients see of the operation's kind; defaults for a kind that is not registered."""
-    return KINDS.get(operation.kind) or KindFacts(operation.kind)
 
 
 @dataclass(frozen=True)
@@ -241,7 +211,7 @@ def _iso_time(at: datetime | None) -> str:
 
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> Row:
     """Return the operation in wire form."""
-    targets, kind = list(targets), facts_of(operation)
+    targets, kind = list(targets), facts_of(operation.kind)
     runs, rests = operation.status == Status.PROCESSING, operation.status in _RESTING_STATUSES
     name = operation.element.rpartition("@")[2]
     return OPERATION_SHAPE.of(

@@ -321,6 +321,10 @@ class OperationQueue:
     """Queue of operations; the handler of the operation's kind runs an attempt."""
 
     name = "operations"
+    claim = staticmethod(attempts.claim)
+    renew = staticmethod(attempts.renew)
+    release = staticmethod(attempts.release)
+    reap = staticmethod(tasks.reap)
 
     def __init__(self, handlers: Mapping[str, Handler], *, slots: int = 256) -> None:
         self._handlers, self.slots = dict(handlers), slots
@@ -330,22 +334,6 @@ class OperationQueue:
     def on_lost(self, lost: Callable[[Attempt], None]) -> None:
         """See `Queue`."""
         self._cancel_without_lease = lost
-
-    def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[Operation]:
-        """See `Queue`."""
-        return attempts.claim(owner, now=now, lease=lease, limit=limit)
-
-    def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-        """See `Queue`."""
-        return attempts.renew(owner, ids, now=now, lease=lease)
-
-    def release(self, owner: str, *, now: datetime) -> int:
-        """See `Queue`."""
-        return attempts.release(owner, now=now)
-
-    def reap(self) -> None:
-        """See `Queue`."""
-        tasks.reap()
 
     def forget(self, attempt: Attempt) -> None:
         """See `Queue`."""

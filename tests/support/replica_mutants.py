@@ -25,7 +25,6 @@ from nodes.replicas import (
     stops,
     terminations,
 )
-from nodes.replicas.engines import Engine
 from nodes.replicas.evidence import Running
 from nodes.replicas.states import ReplicaEvent
 from nodes.replicas.stops import GONE
@@ -65,7 +64,7 @@ def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
 def _late_note(patch: pytest.MonkeyPatch) -> None:
     """The recovery of an engine overwrites later changes of its row."""
 
-    def restore_lost(engine: Engine) -> bool:
+    def restore_lost(engine: NodeModel) -> bool:
         rows = NodeModel.engines.filter(pk=engine.id).exclude(address="")
         return bool(rows.update(**engines.SERVING_COLUMNS, phase=Phase.SERVING))
 
@@ -96,7 +95,7 @@ def _forgets_the_deadline(patch: pytest.MonkeyPatch) -> None:
 
 def _confirms_early(patch: pytest.MonkeyPatch) -> None:
     """An engine counts as not started although its start message may still arrive."""
-    patch.setattr(Engine, "may_still_start", lambda self, now: False)
+    patch.setattr(engines, "may_still_start", lambda row, now: False)
 
 
 def _keeps_abandoned(patch: pytest.MonkeyPatch) -> None:
@@ -136,7 +135,7 @@ def _returns_stopped(patch: pytest.MonkeyPatch) -> None:
     """A replica serves again when its unload ends, although a stop was sent."""
     genuine = drains.return_abandoned
 
-    def return_abandoned() -> list[Engine]:
+    def return_abandoned() -> list[NodeModel]:
         gone = NodeModel.objects.filter(drains.has_no_operation(), phase="stopping", owner_kind="operation")
         gone.exclude(address="").update(**engines.SERVING_COLUMNS, phase=Phase.SERVING)
         return genuine()
@@ -148,7 +147,7 @@ def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
     """A stop is sent before it is recorded."""
     genuine = stops.record_failure
 
-    def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
+    def record_failure(engine: NodeModel, error: str, *, now: datetime) -> None:
         engines.apply_event(NodeModel.engines.filter(pk=engine.id), ReplicaEvent.STOP_SENT)
         genuine(engine, error, now=now)
 

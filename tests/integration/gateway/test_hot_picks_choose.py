@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit import clock
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
+from nodes.models.scheduling import MAX_SELECTOR_LABELS
 from nodes.replicas import fleet_queries, statements
 from tests.support import hot
 from tests.support.effort import EFFORT
@@ -224,11 +225,14 @@ def test_a_replica_outside_the_selector_gets_no_request() -> None:
         NodeLabel.objects.create(node=node, key="zone", value=zone)
         NodeLabel.objects.create(node=node, key="tier", value="fast")
         hot.replica(node)
+    many = {f"key-{number}": "x" for number in range(MAX_SELECTOR_LABELS + 1)}
+    NodeLabel.objects.bulk_create(NodeLabel(node=west, key=key, value="x") for key in many)
     rule = ModelSchedulingConfig.objects.create(model_name="echo")
     west_only = {"zone": "west", "tier": "fast"}
     for selector, expected in (
         ({}, {east.pk, west.pk}),
         (west_only, {west.pk}),
+        (many, {west.pk}),
         ({"zone": "north"}, set()),
         (["zone"], set()),
         ({"zone": 1}, set()),

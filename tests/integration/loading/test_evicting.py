@@ -41,7 +41,6 @@ from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion, decide_load
 from nodes.replicas import engines, eviction, hooks, slots, stops, terminations
-from nodes.replicas.engines import engine_of
 from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
@@ -183,7 +182,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         assert free(2) == -8
         assert [one.vram for one in eviction.terminating_replicas(node.pk, now=clock.now())] == [10 * GB]
         later = clock.now() + timedelta(seconds=2)
-        assert stops.record_sent(engine_of(victim), now=clock.now())
+        assert stops.record_sent(victim, now=clock.now())
         assert engines.confirm_end(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)
@@ -262,7 +261,7 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
         slots.reserve(view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need), Slot
     )
     assert fleet_cache.read_fleet("any")[0].free_vram == -5 * GB
-    assert stops.record_sent(engine_of(victim), now=clock.now())
+    assert stops.record_sent(victim, now=clock.now())
     assert engines.confirm_end(victim.pk, stop_sent=sent)
     assert fleet_cache.read_fleet("any")[0].free_vram == -5 * GB
 

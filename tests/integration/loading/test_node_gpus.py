@@ -27,7 +27,6 @@ from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
 from nodes.replicas import engines, slots
 from nodes.replicas import stops as engine_stops
-from nodes.replicas.engines import engine_of
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone
 from tests.support import api, hot, pages
@@ -295,7 +294,7 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
     assert ids(slot) == ["GPU-1"]
     assert rooms(node) == [4, -14]
     victim = NodeModel.objects.get(pk=room.victims[0].id)
-    assert engine_stops.record_sent(engine_of(victim), now=clock.now())
+    assert engine_stops.record_sent(victim, now=clock.now())
     with CaptureQueriesContext(connection) as asked:
         later = clock.now() + timedelta(seconds=2)
         assert engines.confirm_end(room.victims[0].id, stop_sent=later)

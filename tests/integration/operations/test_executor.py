@@ -192,7 +192,7 @@ async def test_a_renewal_under_way_does_not_end_the_next_attempt(monkeypatch: py
     """A renewal that was asked for one attempt says nothing of the next one, which begins meanwhile."""
     fences: list[int] = []
     asked, second_begun, asked_again = threading.Event(), threading.Event(), threading.Event()
-    renew = attempts.renew
+    renew = OperationQueue.renew
 
     def slow_renew(*arguments: Any, **options: Any) -> Any:
         if second_begun.is_set():
@@ -209,7 +209,7 @@ async def test_a_renewal_under_way_does_not_end_the_next_attempt(monkeypatch: py
         second_begun.set()
         await asyncio.to_thread(asked_again.wait, 60)
 
-    monkeypatch.setattr(attempts, "renew", slow_renew)
+    monkeypatch.setattr(OperationQueue, "renew", staticmethod(slow_renew))
     operation = await admit()
     async with executor(handler, lease=8):
         await reached(operation, Status.COMPLETED)
@@ -250,7 +250,8 @@ async def test_a_library_that_swallows_a_cancellation_does_not_keep_a_controller
 
 async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim that commits while the controller stops must not leave a lease that no one keeps."""
-    asked, go_on, claimed, claim = threading.Event(), threading.Event(), threading.Event(), attempts.claim
+    asked, go_on, claimed = threading.Event(), threading.Event(), threading.Event()
+    claim = OperationQueue.claim
 
     def slow_claim(*arguments: Any, **options: Any) -> list[Operation]:
         asked.set()
@@ -263,7 +264,7 @@ async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPa
     async def handler(work: Work) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(attempts, "claim", slow_claim)
+    monkeypatch.setattr(OperationQueue, "claim", staticmethod(slow_claim))
     operation = await admit()
     async with executor(handler) as running:
         assert await asyncio.to_thread(asked.wait, 10)
@@ -290,7 +291,7 @@ async def test_a_database_that_hangs_ends_the_attempts(monkeypatch: pytest.Monke
     def hang(*arguments: Any, **options: Any) -> None:
         go_on.wait(180)
 
-    monkeypatch.setattr(attempts, "renew", hang)
+    monkeypatch.setattr(OperationQueue, "renew", staticmethod(hang))
     await admit()
     async with executor(handler, lease=0.8):
         try:

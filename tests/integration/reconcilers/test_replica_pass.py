@@ -369,7 +369,7 @@ def test_a_replica_stays_when_its_unload_is_refused(monkeypatch: pytest.MonkeyPa
     def refuses(*_: Any, **__: Any) -> Any:
         raise errors.Conflict("busy")
 
-    monkeypatch.setattr(drains, "drain_idle", refuses)
+    monkeypatch.setattr(drains, "drain_for_unload", refuses)
     with pytest.raises(errors.Conflict):
         replicas.retire_replica(replica.pk, "idle", clock.now())
     assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)

@@ -20,7 +20,7 @@ from nodes.reconcilers import state_pass, tasks
 from nodes.reconcilers.liveness import recount
 from nodes.reconcilers.state_pass import StatePass
 from nodes.replicas import checks, hooks, statements
-from nodes.replicas.evidence import ALIVE, CheckResult, Suspect
+from nodes.replicas.evidence import ALIVE, CheckResult
 from nodes.replicas.hooks import RemovedReplica
 from operations.changes import events
 from tests.conftest import until
@@ -104,7 +104,7 @@ def heard_since() -> Any:
     return clock.now() - timedelta(seconds=60)
 
 
-def claim() -> list[Suspect]:
+def claim() -> list[NodeModel]:
     return checks.claim_suspects(heartbeat_since=heard_since(), now=clock.now())
 
 
@@ -267,7 +267,7 @@ class TestLoop:
         life, looked = StatePass(stage.bus), asyncio.Event()
         failures = [DatabaseError("away"), RuntimeError("bug")]
 
-        def fails(**_: Any) -> list[Suspect]:
+        def fails(**_: Any) -> list[NodeModel]:
             if failures:
                 raise failures.pop()
             looked.set()

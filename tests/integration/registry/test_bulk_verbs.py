@@ -189,6 +189,13 @@ def test_the_same_verb_on_the_same_nodes_is_joined() -> None:
     two = nodes(2)
     assert run("drain", two).id == run("drain", two[::-1]).id
     assert run("drain", two, reason="another").id != run("drain", two).id
+    labelled = run("label", two, labels={"tier": "fast", "b": "1"})
+    assert labelled.id == run("label", two, labels={"b": "1", "tier": "fast"}).id
+    assert run("label", two, labels={"b": "2", "tier": "fast"}).id != labelled.id
+    operation = Operation.objects.get(pk=labelled.pk)
+    ids = [node.id for node in two]
+    key, _ = bulk.key_and_element(operation.kind, operation.payload["options"], ids)
+    assert key == operation.key, "the database keeps the labels in another order"
 
 
 class Killed(BaseException):

@@ -41,7 +41,6 @@ from nodes.replicas import (
     unload_requests,
 )
 from nodes.replicas import stops as stops_of_engines
-from nodes.replicas.engines import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import UnloadRequest
@@ -159,8 +158,8 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     row = hot.replica(node, in_flight=1)
     terminations.lose_all([row.pk], now=clock.now())
     assert unload_requests.report_stuck(now=clock.now()) == 0
-    assert stops_of_engines.record_sent(engine_of(row), now=clock.now())
-    stops_of_engines.record_failure(engine_of(row), "termination not confirmed", now=clock.now())
+    assert stops_of_engines.record_sent(row, now=clock.now())
+    stops_of_engines.record_failure(row, "termination not confirmed", now=clock.now())
     assert unload_requests.report_stuck(now=clock.now()) == 0
     stop_now()
     tasks.state_pass()
@@ -306,8 +305,8 @@ def test_a_victim_whose_stop_fails_makes_no_later_load_evict_more() -> None:
     need = Need(vram=10 * GB, vram_required=True)
     assert isinstance(placed(1, need), Slot)
     victim = NodeModel.objects.get(state="unloading")
-    assert stops_of_engines.record_sent(engine_of(victim), now=clock.now())
-    stops_of_engines.record_failure(engine_of(victim), "not confirmed", now=clock.now())
+    assert stops_of_engines.record_sent(victim, now=clock.now())
+    stops_of_engines.record_failure(victim, "not confirmed", now=clock.now())
     assert isinstance(placed(2, need), Slot)
     assert NodeModel.objects.filter(state="unloading").count() == 2, "one for each load"
     long_ago = clock.now() - eviction.STOPS_WITHIN - timedelta(seconds=1)

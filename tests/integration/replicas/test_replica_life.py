@@ -27,7 +27,6 @@ from nodes.registry import lifecycle as node_drains
 from nodes.registry.registration import Running
 from nodes.replicas import drains, engines, hooks, slots, states, terminations, unload_requests
 from nodes.replicas import stops as engine_stops
-from nodes.replicas.engines import engine_of
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
@@ -332,7 +331,7 @@ def test_a_replica_that_returned_is_not_ended_by_a_late_confirmation() -> None:
     row = hot.replica(hot.node())
     terminations.lose_all([row.pk], now=clock.now())
     row.refresh_from_db()
-    assert terminations.restore_lost(engine_of(row))
+    assert terminations.restore_lost(row)
     assert not engines.confirm_end(row.pk, stop_sent=clock.now())
     assert phases() == ["serving"]
 
@@ -344,8 +343,8 @@ def test_a_start_that_is_sent_again_may_arrive_after_its_last_send() -> None:
     sent_again_at = begun_at + timedelta(minutes=2)
     assert slots.start(slot, attempt=owner, now=begun_at)
     assert slots.start(slot, attempt=owner, now=sent_again_at)
-    engine = engine_of(NodeModel.engines.get(pk=slot.id))
-    assert engine.may_still_start(sent_again_at + timedelta(seconds=5))
+    engine = NodeModel.engines.get(pk=slot.id)
+    assert engines.may_still_start(engine, sent_again_at + timedelta(seconds=5))
     assert not slots.start(slot, attempt=(owner[0], owner[1] + 1), now=sent_again_at)
 
 

@@ -12,7 +12,6 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from nodes.models import NodeModel
 from nodes.replicas import stops as engine_stops
-from nodes.replicas.engines import engine_of
 from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from tests.conftest import until
@@ -34,7 +33,7 @@ DUE: dict[str, Any] = {
 def test_it_is_tried_again_later_and_later(attempts: int, pause: int) -> None:
     row = hot.replica(hot.node(), stop_attempts=attempts, **DUE)
     now = clock.now()
-    engine_stops.record_failure(engine_of(row), "x" * 999, now=now)
+    engine_stops.record_failure(row, "x" * 999, now=now)
     row.refresh_from_db()
     assert row.next_stop_at == now + timedelta(seconds=pause)
     assert row.stop_error == "x" * 240

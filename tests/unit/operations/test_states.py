@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 
 from nodes.backends.intents import MAX_ATTEMPTS, retry_delay
 from operations import targets
-from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status, TargetStatus
+from operations.models import (
+    ACTIVE,
+    KINDS,
+    TERMINAL,
+    KindFacts,
+    Operation,
+    OperationTarget,
+    Status,
+    TargetStatus,
+)
 from operations.targets import summarize_targets
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
-KINDS = st.sampled_from(["backend_install", "backend_upgrade", "backend_delete"])
+BACKEND_KINDS = st.sampled_from(["backend_install", "backend_upgrade", "backend_delete"])
 RUNNING = (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
 
 
@@ -36,7 +45,7 @@ def parts(draw: st.DrawFn) -> OperationTarget:
     )
 
 
-@given(kind=KINDS, found=st.lists(parts(), max_size=6))
+@given(kind=BACKEND_KINDS, found=st.lists(parts(), max_size=6))
 @pytest.mark.rule("O16", "O18", "O21", "R6.20", "R6.26", "O12", "O57", "O58")
 def test_every_combination_of_parts_is_one_state(kind: str, found: list[OperationTarget]) -> None:
     state = summarize_targets(kind, found)
@@ -66,7 +75,7 @@ def test_every_combination_of_parts_is_one_state(kind: str, found: list[Operatio
         assert state.message
 
 
-@given(kind=KINDS, found=st.lists(parts(), min_size=2, max_size=6))
+@given(kind=BACKEND_KINDS, found=st.lists(parts(), min_size=2, max_size=6))
 def test_the_order_of_the_parts_makes_no_other_state(kind: str, found: list[OperationTarget]) -> None:
     one, other = summarize_targets(kind, found), summarize_targets(kind, found[::-1])
     assert (one.status, one.next_check_at, one.attempts) == (
@@ -83,6 +92,13 @@ def test_without_a_node_only_a_deletion_is_done() -> None:
     for kind in ("backend_install", "backend_upgrade"):
         state = summarize_targets(kind, [])
         assert (state.status, state.error) == (Status.FAILED, targets.NO_ELIGIBLE_NODE)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+@pytest.mark.rule("O57", "O12")
+def test_what_is_shown_as_a_deletion_cannot_be_cancelled_once_it_runs(kind: KindFacts) -> None:
+    assert Operation(kind=kind.name, status=Status.PENDING).cancellable
+    assert Operation(kind=kind.name, status=Status.PROCESSING).cancellable != kind.is_deletion
 
 
 def part(name: str, status: TargetStatus, **more: Any) -> OperationTarget:

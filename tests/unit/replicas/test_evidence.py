@@ -1,24 +1,22 @@
 """What is concluded of an engine: a table of one look, and streaks of several."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
-from uuid import uuid4
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.rpc.messages import Sign
-from nodes.replicas.evidence import ALIVE, CheckResult, Suspect, is_listed, judge
+from nodes.models import NodeModel
+from nodes.replicas.evidence import ALIVE, CheckResult, is_listed, judge
 
-FRESH = Suspect(uuid4(), uuid4(), "m", 0, "gpu-1:7001", datetime(2026, 8, 22, 10, tzinfo=UTC))
+FRESH = NodeModel(model_name="m", address="gpu-1:7001")
 LISTED, MISSING, NO_WORD = True, False, None
 Look = tuple[bool | None, Sign | None]
 
 
-def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) -> Suspect:
-    return replace(FRESH, missed_reports=reports, missed_probes=probes, exit_reported=exit_reported)
+def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) -> NodeModel:
+    return NodeModel(missed_reports=reports, missed_probes=probes, exit_reported=exit_reported)
 
 
 @pytest.mark.rule("R4.34", "R4.35", "R4.39", "R4.40", "C5", "C6", "C17")
@@ -63,7 +61,7 @@ def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) ->
         "reported as ended and unreachable",
     ],
 )
-def test_one_look(before: Suspect, listed: bool | None, port: Sign | None, found: CheckResult) -> None:
+def test_one_look(before: NodeModel, listed: bool | None, port: Sign | None, found: CheckResult) -> None:
     assert judge(before, listed, port) == found
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from operations.changes.feed import KINDS
+from operations.models import KINDS
 
 WORDS = Path(__file__).resolve().parents[3] / "static/src/operations/words.ts"
 
