@@ -196,6 +196,12 @@ class ReplyReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_parsed = self._has_calls = self._has_sent_logprobs = False
         self._prompt = self._completion = 0
+        self._cached: int | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of the prompt, and of the replies so far."""
+        return Usage(self._prompt, self._completion, self._cached)
 
     def delta(self, reply: Reply) -> TextDelta | None:
         """Return the new content of a reply; None if there is none."""
@@ -225,8 +231,7 @@ class ReplyReader:
     def last(self, cached: str = "", finish: str = "", stop_word: str = "") -> TextDelta:
         """Return the final delta of the choice: finish reason, stop word and token usage."""
         text = "" if self._is_parsed else self._decoder.decode(b"", final=True)
-        cached_count = min(int(cached), self._prompt) if _TOKEN_COUNT_PATTERN.fullmatch(cached) else None
-        usage = Usage(self._prompt, self._completion, cached_count)
+        self._cached = min(int(cached), self._prompt) if _TOKEN_COUNT_PATTERN.fullmatch(cached) else None
         finish_reason = finish if finish in _FINISH_REASONS else self._default_finish_reason()
         known = _parse_json_string(stop_word) if stop_word and finish_reason == "stop" else ""
         return TextDelta(
@@ -234,7 +239,7 @@ class ReplyReader:
             text,
             finish=finish_reason,
             stop_word=known if known in self._stop else "",
-            usage=usage,
+            usage=self.usage,
         )
 
     def _default_finish_reason(self) -> str:
@@ -381,30 +386,37 @@ class _EngineCalls:
     async def _generate_choice(
         self, engine: BackendClient, choice: int, options: PredictOptions
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield the deltas of one choice."""
+        """Yield the deltas of one choice; count its tokens, also if the client leaves before the end."""
         reader = ReplyReader(choice, self._generation.sampling, options.Tokens)
         wants_stream = self._generation.stream
-        # An engine may offer only streams, or only complete replies.
-        for is_streamed in (wants_stream, not wants_stream):
-            replies = engine.predict_stream(options) if is_streamed else engine.predict(options)
-            first = self._request.deadline - clock.monotonic()
-            stall, message = conf.cluster().stream_stall, _STALL_MESSAGE if is_streamed else _TIMEOUT_MESSAGE
-            try:
-                async with aclosing(replies.within(first, stall, message)) as pieces:
-                    async for reply in pieces:
-                        if (delta := reader.delta(reply)) is not None:
-                            self._record_first(reply, delta, is_streamed)
-                            yield delta
-            except Unimplemented:
-                if is_streamed is not wants_stream:
-                    raise
-            else:
-                break
-        trailing = [
-            await replies.trailing(name)
-            for name in (CACHED_TOKENS_METADATA, FINISH_REASON_METADATA, STOP_WORD_METADATA)
-        ]
-        yield self._end_choice(reader.last(*trailing))
+        try:
+            # An engine may offer only streams, or only complete replies.
+            for is_streamed in (wants_stream, not wants_stream):
+                replies = engine.predict_stream(options) if is_streamed else engine.predict(options)
+                first = self._request.deadline - clock.monotonic()
+                stall, message = (
+                    conf.cluster().stream_stall,
+                    _STALL_MESSAGE if is_streamed else _TIMEOUT_MESSAGE,
+                )
+                try:
+                    async with aclosing(replies.within(first, stall, message)) as pieces:
+                        async for reply in pieces:
+                            if (delta := reader.delta(reply)) is not None:
+                                self._record_first(reply, delta, is_streamed)
+                                yield delta
+                except Unimplemented:
+                    if is_streamed is not wants_stream:
+                        raise
+                else:
+                    break
+            trailing = [
+                await replies.trailing(name)
+                for name in (CACHED_TOKENS_METADATA, FINISH_REASON_METADATA, STOP_WORD_METADATA)
+            ]
+            yield self._end_choice(reader.last(*trailing))
+        finally:
+            used = reader.usage
+            metrics.tokens_used(self._request.model, used.prompt, used.completion, used.cached or 0)
 
     def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:
         """Record the time at which the response began.
@@ -424,11 +436,7 @@ class _EngineCalls:
             self._first_at = self._called_at + (min(prompt, now - self._called_at) if prompt > 0 else 0.0)
 
     def _end_choice(self, last: TextDelta) -> TextDelta:
-        """Add the durations of the response to the last delta of a choice, and count its tokens."""
-        if last.usage is not None:
-            metrics.tokens_used(
-                self._request.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
-            )
+        """Add the durations of the response to the last delta of a choice."""
         now = clock.monotonic()
         first = now if self._first_at is None else self._first_at
         durations = Durations(self._called_at - self._started_at, first - self._called_at, now - first)

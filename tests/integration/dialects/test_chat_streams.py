@@ -13,6 +13,7 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.asgi import application
+from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.messages import PredictOptions, Reply
 from nodes.gateway import endpoint, streams
 from tests.conftest import until
@@ -154,6 +155,23 @@ def test_a_client_may_leave_at_any_moment(stream: bool, monkeypatch: pytest.Monk
 
     engine = Scripted([step for word in words("a b c") for step in (word, 0.001)])
     assert not all(play(scenario, engine))
+
+
+def test_the_tokens_of_an_answer_that_is_stopped_count() -> None:
+    """The engine has generated them, and a chat whose answers are stopped is no chat without tokens."""
+
+    async def scenario(*_: Any) -> metrics.ModelCounts:
+        metrics.take_model_counts()
+        async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
+            await until(lambda: "One two" in answer.text)
+            answer.left.set()
+            await work
+        await until(lambda: engine.open == 0)
+        return metrics.take_model_counts()["m"]
+
+    engine = Scripted([*words("One two"), 60.0])
+    counts = play(scenario, engine)
+    assert (counts.requests, counts.prompt_tokens, counts.completion_tokens) == (1, 7, 2)
 
 
 def test_one_failed_choice_ends_the_others() -> None:
