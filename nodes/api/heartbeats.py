@@ -62,23 +62,18 @@ class HeartbeatAuthenticator:
         return None if self._identities.accepts(beat) else await self._calls.put(beat)
 
     async def _prove_all(self, beats: Sequence[Beat]) -> Sequence[Verdict]:
-        verdicts, away = await self._check_batch({beat.key: beat for beat in beats})
-        return [verdicts.get(beat.key, away) for beat in beats]
-
-    async def _check_batch(
-        self, beats: Mapping[heartbeats.HeartbeatKey, Beat]
-    ) -> tuple[dict[heartbeats.HeartbeatKey, Verdict], Verdict]:
-        away = errors.Unavailable("the database is unavailable")
+        verdicts: dict[heartbeats.HeartbeatKey, Verdict] = {}
+        failure: errors.ClusterError = errors.Unavailable("the database is unavailable")
         try:
-            return await self._check_beats(beats), away
+            verdicts = await self._check_beats({beat.key: beat for beat in beats})
         except errors.ClusterError as error:
-            return {}, error
+            failure = error
         except UNREACHABLE_ERRORS as error:
             log.warning("%d heartbeats not proved: %s", len(beats), type(error).__name__)
         except Exception:
             # Every caller gets an answer, also if the look fails.
             log.exception("%d heartbeats not proved", len(beats))
-        return {}, away
+        return [verdicts.get(beat.key, failure) for beat in beats]
 
     async def _check_beats(
         self, beats: Mapping[heartbeats.HeartbeatKey, Beat]

@@ -101,6 +101,8 @@ class StoredItems:
     """The items of the conversation that `previous_response_id` continues."""
     by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Items of further stored responses to which the input refers, by item id."""
+    used_ids: tuple[str, ...] = ()
+    """Ids of the stored responses to which these items belong."""
 
 
 NO_STORED_ITEMS = StoredItems()

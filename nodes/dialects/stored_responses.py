@@ -121,7 +121,7 @@ class CallerStore:
         """Return the parameters of a SQL statement about this key's responses."""
         return {"owner": self.owner, "since": now - self.retention, "now": now, **others}
 
-    async def load(self, fields: Mapping[str, Any]) -> "StoredContext":
+    async def load(self, fields: Mapping[str, Any]) -> StoredItems:
         """Return the stored items to which the request refers; run no statement without references."""
         previous, references = fields.get("previous_response_id"), _referenced_ids(fields.get("input"))
         previous = previous if isinstance(previous, str) else ""
@@ -131,7 +131,7 @@ class CallerStore:
         if previous and not _is_possible_id(previous):
             _check_chain(previous, ())
         if not previous and not named:
-            return StoredContext(StoredItems(has_store=True))
+            return StoredItems(has_store=True)
         parameters = self.parameters(
             clock.now(), previous=previous, named=sorted(named), bytes=MAX_BODY_BYTES, rows=MAX_CHAIN_LENGTH
         )
@@ -148,15 +148,7 @@ class CallerStore:
             for item in (*orjson.loads(input_items), *orjson.loads(output_items))
         ]
         used = tuple(sorted({row[1] for row in rows}))
-        return StoredContext(StoredItems(has_store=True, items=items, by_id=by_id), used)
-
-
-@dataclass(frozen=True)
-class StoredContext:
-    """Stored items to which a request refers, and the ids of their responses."""
-
-    earlier: StoredItems = NO_STORED_ITEMS
-    used_ids: tuple[str, ...] = ()
+        return StoredItems(has_store=True, items=items, by_id=by_id, used_ids=used)
 
 
 def _referenced_ids(input_items: Any) -> set[str]:
@@ -247,18 +239,16 @@ async def create(request: InferenceRequest) -> Answer | EventStream:
     """Respond to a conversation. Store the response unless the request or the operator forbids it."""
     fields = wire.parse_json_object(request.body)
     store = CallerStore.of(request)
-    loaded = await store.load(fields) if store else StoredContext()
-    generation = responses.parse_request(fields, loaded.earlier)
+    earlier = await store.load(fields) if store else NO_STORED_ITEMS
+    generation = responses.parse_request(fields, earlier)
     store_response = None
     if store and generation.echo["store"]:
-        record = ResponseRecord(
-            store, _input_items(fields, loaded.earlier), loaded.used_ids, dict(generation.echo)
-        )
+        record = ResponseRecord(store, _input_items(fields, earlier), earlier.used_ids, dict(generation.echo))
         generation, store_response = (
             msgspec.structs.replace(generation, echo=record.echo),
             record.store_response,
         )
-    del fields, loaded
+    del fields, earlier
     # A client may choose the id of its request, but not those of a response and its items.
     head = Head(uuid.uuid4().hex, int(clock.now().timestamp()), generation)
     return await streams.respond(request, responses.DIALECT, head, store_response)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 import orjson
+from django.contrib.postgres.aggregates import JSONBAgg
 from django.db.models import Aggregate, Count, F, TextField
 from django.db.models.expressions import Combinable
 
@@ -33,21 +34,6 @@ _STATUS_COLUMNS: Mapping[str, Combinable] = {
 """Columns by status, from which a node's `reason` and `since` follow."""
 _GPU_COLUMNS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
 """Columns for the key `gpus`, which also has the bytes that loads have reserved on each GPU."""
-
-
-class _OrderedJson(Aggregate):
-    """SQL aggregate of a group as one JSON text in a fixed order, so that equal groups have equal texts."""
-
-    function = "jsonb_agg"
-    output_field = TextField()
-
-
-class _ReplicasJson(_OrderedJson):
-    template = "%(function)s(%(expressions)s ORDER BY model_name, replica_index)"
-
-
-class _NamedRowsJson(_OrderedJson):
-    template = "%(function)s(%(expressions)s ORDER BY name)"
 
 
 class RawNode(NamedTuple):
@@ -93,6 +79,11 @@ class _LabelsJson(Aggregate):
     output_field = TextField()
 
 
+def _ordered_json(values: Combinable, *columns: str) -> JSONBAgg:
+    """Return the aggregate of a group as one JSON text, in this order: equal groups have equal texts."""
+    return JSONBAgg(values, order_by=columns, output_field=TextField())
+
+
 def _read_labels() -> dict[str, str]:
     grouped = NodeLabel.objects.order_by().values_list(text("node_id"))
     return dict(grouped.annotate(found=_LabelsJson(F("key"), F("value"))))
@@ -100,12 +91,12 @@ def _read_labels() -> dict[str, str]:
 
 def _read_replicas() -> dict[str, str]:
     grouped = NodeModel.engines.order_by().values_list(text("node_id"))
-    return dict(grouped.annotate(found=_ReplicasJson(LIVE_MODEL.made())))
+    return dict(grouped.annotate(found=_ordered_json(LIVE_MODEL.made(), "model_name", "replica_index")))
 
 
 def _read_backends() -> dict[str, str]:
     grouped = NodeBackend.objects.order_by().values_list(text("node_id"))
-    return dict(grouped.annotate(found=_NamedRowsJson(F("name"))))
+    return dict(grouped.annotate(found=_ordered_json(F("name"), "name")))
 
 
 def _count_conflicts() -> dict[str, int]:

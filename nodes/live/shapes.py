@@ -125,7 +125,16 @@ DEFINITIONS_CHANGED = Message(
 )
 ALIVE = Message("FeedAlive", "alive", "A sign of life, every five seconds.", field("at", TIME))
 
-MESSAGES = (
+
+def _union(name: str, *messages: Message) -> Named:
+    """Return the schema of a message that is one of these; its `type` says which."""
+    mapping = {message.kind: message.ref["$ref"] for message in messages}
+    discriminator = {"propertyName": "type", "mapping": mapping}
+    return Named(name, {"oneOf": [message.ref for message in messages], "discriminator": discriminator})
+
+
+FEED_MESSAGE = _union(
+    "FeedMessage",
     HELLO,
     OPERATIONS_SNAPSHOT,
     OPERATIONS_DELTA,
@@ -137,16 +146,6 @@ MESSAGES = (
     DEFINITIONS_CHANGED,
     ALIVE,
 )
-FEED_MESSAGE = Named(
-    "FeedMessage",
-    {
-        "oneOf": [message.ref for message in MESSAGES],
-        "discriminator": {
-            "propertyName": "type",
-            "mapping": {message.kind: message.ref["$ref"] for message in MESSAGES},
-        },
-    },
-)
 _LOG_LINE_SCHEMA: Schema = reference("LogLine")
 LOG_INITIAL = Message(
     "LogInitial",
@@ -155,16 +154,7 @@ LOG_INITIAL = Message(
     field("lines", {"type": "array", "items": _LOG_LINE_SCHEMA}),
 )
 LOG_NEW_LINE = Message("LogNewLine", "line", "One more line of a log.", field("line", _LOG_LINE_SCHEMA))
-LOG_MESSAGE = Named(
-    "LogMessage",
-    {
-        "oneOf": [LOG_INITIAL.ref, LOG_NEW_LINE.ref],
-        "discriminator": {
-            "propertyName": "type",
-            "mapping": {message.kind: message.ref["$ref"] for message in (LOG_INITIAL, LOG_NEW_LINE)},
-        },
-    },
-)
+LOG_MESSAGE = _union("LogMessage", LOG_INITIAL, LOG_NEW_LINE)
 
 
 _FEED_OPERATION: dict[str, Any] = {

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import orjson
 import redis.asyncio
 from channels.db import database_sync_to_async
 from django.conf import settings
@@ -269,11 +268,11 @@ class NodeFeed:
                 turn = self._turn
                 if self._has_read and sent_notices is not self.notices:
                     sent_notices = self.notices
-                    yield _encode_json(shapes.NOTICES.of(notices=sent_notices))
+                    yield encode_message(shapes.NOTICES.of(notices=sent_notices))
                 for kind, hint in self.revision_messages.items() if self._has_read else ():
                     if hints.get(kind) != hint:
                         hints[kind] = hint
-                        yield _encode_json(hint)
+                        yield encode_message(hint)
                 if (
                     self._as_of is not None
                     and self._has_read
@@ -302,7 +301,7 @@ class NodeFeed:
                 changed, removed = self.history.since(position)
                 cursor = self.history.cursor
                 message = shapes.NODES_DELTA.of(cursor=cursor, changed=changed, removed=removed)
-            self._texts[position] = _encode_json(message)
+            self._texts[position] = encode_message(message)
         return self._texts[position]
 
     @contextlib.asynccontextmanager
@@ -439,10 +438,6 @@ def _revision_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
         shapes.DEFINITIONS_CHANGED.of(revision=snapshot.definitions),
     )
     return {hint["type"]: hint for hint in messages}
-
-
-def _encode_json(message: dict[str, Any]) -> str:
-    return orjson.dumps(message).decode()
 
 
 _shared_feed: NodeFeed | None = None
