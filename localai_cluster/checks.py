@@ -6,11 +6,9 @@ from urllib.parse import urlsplit
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 
-from localai_cluster.kit import conf
+from localai_cluster.kit import addresses, conf
 from localai_cluster.kit.env import is_weak_secret
 from localai_cluster.messaging.servers import Credentials
-
-_LOOPBACK_HOSTS = {"127.0.0.1", "::1", "localhost"}
 
 
 @register(Tags.security)
@@ -81,7 +79,7 @@ def _url_problem(url: str, schemes: tuple[str, ...]) -> str:
 def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """Report cluster.E004: HOST exposes the cluster to other machines while a secret is weak."""
     cluster = conf.cluster()
-    if cluster.host in _LOOPBACK_HOSTS:
+    if addresses.is_loopback(cluster.host):
         return []
     secrets = {
         "LOCALAI_REGISTRATION_TOKEN": [cluster.registration_token],

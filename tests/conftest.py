@@ -161,34 +161,28 @@ def django_db_setup(postgres: FastPostgres, django_test_environment: None) -> It
     wrapper.close_pool()
 
 
+def _count_apart(monkeypatch: pytest.MonkeyPatch, name: str, *options: Any) -> throttle.Failures:
+    """Let `throttle.<name>` count for this test alone, so that none is refused for another one's failures."""
+    own = throttle.in_memory_counters(f"test-{name}", throttle.MAX_ADDRESSES)
+    own.clear()
+    counts = throttle.Failures(None, own, *options)
+    monkeypatch.setattr(throttle, name, lambda: counts)
+    return counts
+
+
 @pytest.fixture(autouse=True)
 def failed_tokens(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
-    """Every test counts failed tokens for itself, so that none is refused for another one's."""
-    own = throttle.in_memory_counters("test-failures", throttle.MAX_ADDRESSES)
-    own.clear()
-    counts = throttle.Failures(None, own)
-    monkeypatch.setattr(throttle, "token_failures", lambda: counts)
-    return counts
+    return _count_apart(monkeypatch, "token_failures")
 
 
 @pytest.fixture(autouse=True)
 def failed_keys(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
-    """And failed API keys likewise."""
-    own = throttle.in_memory_counters("test-failed-keys", throttle.MAX_ADDRESSES)
-    own.clear()
-    counts = throttle.Failures(None, own, throttle.DEFAULT_LIMIT, "API keys")
-    monkeypatch.setattr(throttle, "api_keys", lambda: counts)
-    return counts
+    return _count_apart(monkeypatch, "api_keys", throttle.DEFAULT_LIMIT, "API keys")
 
 
 @pytest.fixture(autouse=True)
 def failed_sign_ins(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
-    """And failed sign-ins likewise."""
-    own = throttle.in_memory_counters("test-sign-ins", throttle.MAX_ADDRESSES)
-    own.clear()
-    counts = throttle.Failures(None, own, throttle.SIGN_IN_FAILURE_LIMIT, "sign-ins")
-    monkeypatch.setattr(throttle, "sign_ins", lambda: counts)
-    return counts
+    return _count_apart(monkeypatch, "sign_ins", throttle.SIGN_IN_FAILURE_LIMIT, "sign-ins")
 
 
 BUSY = 6

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from localai_cluster.embedded.layout import LOCAL_WORKER_NAME, ROOT, SERVER_URLS_FILE, WORKER_COMMAND, Layout
+from localai_cluster.embedded.layout import (
+    LOCAL_WORKER_NAME,
+    SERVER_URLS_FILE,
+    WORKER_COMMAND,
+    Layout,
+    manage,
+)
 from localai_cluster.embedded.lock import holder_of
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.terminal import Log
@@ -54,8 +60,7 @@ def worker_environment(environ: Mapping[str, str], name: str) -> dict[str, str]:
 
 def _run_management_command(arguments: Sequence[str]) -> None:
     words = shlex.split(" ".join(arguments)) or ["help"]
-    command = [sys.executable, str(ROOT / "manage.py"), *words]
-    os.execve(sys.executable, command, management_environment(os.environ))
+    os.execve(sys.executable, manage(*words), management_environment(os.environ))
 
 
 def _run_worker(arguments: Sequence[str]) -> None:

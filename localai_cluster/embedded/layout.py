@@ -32,6 +32,7 @@ from localai_cluster.embedded.secrets import Secrets, ensure_secret
 from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.kit import addresses, conf
 from localai_cluster.kit.env import split_list
+from localai_cluster.kit.settings_table import ClusterSettings
 
 
 def ssl_context_for(certificate: Path) -> ssl.SSLContext:
@@ -94,7 +95,6 @@ GALLERY_FOLDER = ROOT / "build" / "gallery"
 MODEL_FILES_FOLDER = ROOT / "build" / "models"
 EXAMPLES_FOLDER = ROOT / "examples"
 WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
-LOOPBACK_HOSTS = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER_NAME = "local"
 NATS_PORT = 4222
 MAX_WEB_PROCESSES = 4
@@ -126,6 +126,7 @@ _VARIABLES_HIDDEN_FROM_WORKERS = (
 class Layout:
     """One data directory, with the settings of the operator's environment."""
 
+    settings: ClusterSettings
     data_dir: Path
     host: str
     port: int
@@ -149,6 +150,7 @@ class Layout:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         kept = Secrets(settings.data_dir / "secrets", environ)
         layout = cls(
+            settings,
             settings.data_dir,
             settings.host,
             settings.port,
@@ -171,7 +173,7 @@ class Layout:
     @property
     def open_to_others(self) -> bool:
         """True if other machines can reach the cluster."""
-        return self.host not in LOOPBACK_HOSTS
+        return not addresses.is_loopback(self.host)
 
     @property
     def base_url(self) -> str:
@@ -226,11 +228,6 @@ class Layout:
     def admin_key(self) -> str:
         """The first API key of the admin: the operator's setting may hold several."""
         return next(iter(split_list(self.secrets.value("admin_api_key"))), "")
-
-    @property
-    def wheel_dir(self) -> Path:
-        """The folder of the package that other machines install."""
-        return conf.load(self.environ)[0].wheel_dir
 
     def given(self, name: str) -> bool:
         """Return True if the operator has set the variable `name` or `<name>_FILE`."""
@@ -303,7 +300,7 @@ class Layout:
 
         With Daphne as the web server there is one process.
         """
-        is_uvicorn = conf.load(self.environ)[0].server == "uvicorn"
+        is_uvicorn = self.settings.server == "uvicorn"
         return min(len(os.sched_getaffinity(0)), MAX_WEB_PROCESSES) if is_uvicorn else 1
 
     def forget_original(self) -> None:

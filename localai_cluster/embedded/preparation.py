@@ -16,7 +16,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -81,12 +81,6 @@ def check_nats(url: str, account_seed: str, tls: ssl.SSLContext | None) -> None:
             "Start it, fix the URL and set LOCALAI_NATS_ACCOUNT_SEED to a key of its account, or unset "
             "LOCALAI_NATS_URL to use the bundled NATS.",
         )
-
-
-CHECK_BY_SERVER: dict[str, Callable[[str], None]] = {
-    "DATABASE_URL": check_database,
-    "REDIS_URL": check_redis,
-}
 
 
 def _error_on_one_line(error: Exception) -> str:

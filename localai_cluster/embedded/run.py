@@ -41,7 +41,7 @@ from localai_cluster.embedded.preparation import PASSWORD_CHANGED_LINE, Preparat
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import EmbeddedServer, Program, Supervisor, wait_for
 from localai_cluster.embedded.terminal import Foreground, Log
-from localai_cluster.kit import clock, conf, processes
+from localai_cluster.kit import clock, processes
 from localai_cluster.kit.files import replace_file
 from localai_cluster.kit.processes import describe_exit
 
@@ -189,15 +189,13 @@ class Cluster:
                 "Free up space, or choose another CLUSTER_DATA_DIR.",
             )
         self.layout.check_port()
-        for name, check in preparation.CHECK_BY_SERVER.items():
-            if self.layout.given(name):
-                check(self._read_given_setting(name))
-        if self.layout.given("LOCALAI_NATS_URL"):
-            preparation.check_nats(
-                self._read_given_setting("LOCALAI_NATS_URL"),
-                self._read_given_setting("LOCALAI_NATS_ACCOUNT_SEED"),
-                conf.load(self.layout.environ)[0].nats_tls,
-            )
+        settings = self.layout.settings
+        if settings.database_url:
+            preparation.check_database(settings.database_url)
+        if settings.redis_url:
+            preparation.check_redis(settings.redis_url)
+        if settings.nats_url:
+            preparation.check_nats(settings.nats_url, settings.nats_account_seed, settings.nats_tls)
         if not (GALLERY_FOLDER / "index.yaml").exists():
             raise SetupError(f"The example gallery is missing from {GALLERY_FOLDER}.", "Run `make gallery`.")
 
@@ -210,10 +208,6 @@ class Cluster:
                 self.log.say("run", "built the worker package for other machines")
         except (SetupError, OSError) as error:
             self.log.say("run", f"other machines cannot install the worker: {error}")
-
-    def _read_given_setting(self, name: str) -> str:
-        path = self.layout.environ.get(f"{name}_FILE")
-        return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
     def _finish_preparation(self, preparation: Preparation) -> None:
         """Wait for `bootstrap` and log its output. Raise SetupError if it fails."""
@@ -333,8 +327,8 @@ def _announce_join_command(cluster: Cluster) -> None:
     if not path.exists():
         log.say("run", "to add a worker on another machine, press Add a node on the Nodes page")
         return
-    wheel = join_script.find_wheel(layout.wheel_dir)
-    url = conf.load(layout.environ)[0].public_url or layout.public_url
+    wheel = join_script.find_wheel(layout.settings.wheel_dir)
+    url = layout.settings.public_url or layout.public_url
     for warning in join_script.join_warnings(url, host=layout.host, wheel=wheel):
         log.say("run", f"to add a worker on another machine: {warning}")
     if wheel is None:

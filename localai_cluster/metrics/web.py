@@ -241,7 +241,10 @@ def first_token(model: str, took: float) -> None:
 
 
 def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
-    """Count the tokens of a response, or of its part that was generated. `cached` is the number of cached prompt tokens."""
+    """Count the tokens of a response, or of its part that was generated.
+
+    `cached` is the number of cached prompt tokens.
+    """
     for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
         _tokens_of_model(model, kind).inc(count)
     counts = _model_counts[model]

@@ -43,7 +43,7 @@ async def beat(
     if secret is not None:
         headers.append((b"authorization", f"Bearer {secret}".encode()))
     path = f"/api/node/{node_id}/heartbeat"
-    sent = await exchange(application, method, path, raw, headers, client="192.0.2.7")
+    sent = await exchange(application, method, path, raw, headers)
     await application._writer._batches.idle()
     return sent[0]["status"], json.loads(sent[1]["body"])
 

@@ -23,6 +23,7 @@ from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, WebProcess
 from operations.executor.work import WakeUps
 from tests import conftest
+from tests.support import asgi
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
 from tests.support.replicas import columns
@@ -176,32 +177,12 @@ class Client:
         given = dict(headers or {})
         if self._key is not None:
             given.setdefault("authorization", f"Bearer {self._key}")
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
-            "client": ("192.0.2.7", 1234),
-        }
-        messages: list[Mapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[Mapping[str, Any]] = []
-
-        async def receive() -> Mapping[str, Any]:
-            if messages:
-                return messages.pop()
-            await (leave or asyncio.Event()).wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Mapping[str, Any]) -> None:
-            sent.append(message)
-
-        await self._app(scope, receive, send)
+        pairs = [(name.lower().encode(), value.encode()) for name, value in given.items()]
+        sent = await asgi.exchange(self._app, method, path, body, pairs, leave=leave)
         return _reply(sent) if sent else None
 
 
-def _reply(sent: list[Mapping[str, Any]]) -> Reply:
+def _reply(sent: list[dict[str, Any]]) -> Reply:
     start, *parts = sent
     headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
     whole = b"".join(part["body"] for part in parts)

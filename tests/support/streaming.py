@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tests.support.asgi import body_then, scope_of
 from tests.support.environment import API_KEY
 
 
@@ -70,27 +71,11 @@ async def asked(
     """Request an answer; yield it, and the application's task."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = Streamed()
-    messages: list[Mapping[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def receive() -> Mapping[str, Any]:
-        if messages:
-            return messages.pop()
-        await answer.left.wait()
-        return {"type": "http.disconnect"}
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [
-            (b"authorization", f"Bearer {API_KEY}".encode()),
-            (b"content-type", kind.encode()),
-        ],
-        "client": ("192.0.2.7", 1234),
-    }
-    work = asyncio.create_task(app(scope, receive, answer.send))
+    headers = [
+        (b"authorization", f"Bearer {API_KEY}".encode()),
+        (b"content-type", kind.encode()),
+    ]
+    work = asyncio.create_task(app(scope_of("POST", path, headers), body_then(answer.left, raw), answer.send))
     try:
         yield answer, work
     finally:
