@@ -16,10 +16,12 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.models import CharField, Model, QuerySet
 from django.db.models.functions import Cast
 from django.utils.timesince import timesince
+from rest_framework.exceptions import ValidationError
 
 from localai_cluster.accounts import actors, audit
 from localai_cluster.accounts.actors import Actor
-from localai_cluster.kit import errors
+from localai_cluster.kit import errors, names
+from localai_cluster.web.envelopes import field_message
 
 Options = Mapping[str, Any]
 """Arguments of a subcommand by name; `out` is the output stream."""
@@ -62,6 +64,8 @@ class VerbCommand(BaseCommand):
                     self.stdout.write(text)
         except errors.ClusterError as refusal:
             raise CommandError(self.explain(refusal)) from refusal
+        except ValidationError as wrong:
+            raise CommandError(names.to_single_line(field_message(wrong.detail))) from wrong
 
     def explain(self, refusal: errors.ClusterError) -> str:
         """Return the message that the user sees for a refusal."""

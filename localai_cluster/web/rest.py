@@ -63,7 +63,12 @@ def validate_body(shape: type[serializers.Serializer[Any]], request: Request) ->
     """
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED_MESSAGE)
-    serializer = shape(data=request.data)
+    return validate(shape, request.data)
+
+
+def validate(shape: type[serializers.Serializer[Any]], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the validated fields. Raise ValidationError for wrong ones."""
+    serializer = shape(data=data)
     serializer.is_valid(raise_exception=True)
     fields: dict[str, Any] = serializer.validated_data
     return fields

@@ -26,6 +26,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import errors
 from localai_cluster.web.openapi import describe
+from localai_cluster.web.rest import validate
 from operations.api import serializers as shapes
 from operations.api.serializers import OperationRoute
 from operations.changes import feed
@@ -127,7 +128,7 @@ class InboxView(OperationRoute):
 
 
 def history_page(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a page of the history. Raise InvalidInput with the name of an invalid parameter."""
+    """Return a page of the history; see `validate_query` for parameters that are wrong."""
     values = validate_query(_Query, parameters)
     return _page_of(matching_operations(values), values, history_entry)
 
@@ -158,19 +159,12 @@ def read_after(rows: Any, position: Position | None, limit: int) -> tuple[list[O
 
 
 def validate_query(query: type[serializers.Serializer[Any]], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validated parameters.
-
-    Raise InvalidInput with the name of an unknown or invalid parameter.
-    """
-    serializer = query(data=parameters)
+    """Return the validated parameters. Raise InvalidInput for an unknown, ValidationError for a wrong one."""
+    known = query().fields
     for name in parameters:
-        if name not in serializer.fields:
+        if name not in known:
             raise errors.InvalidInput(f"there is no parameter {name}", field=name)
-    if not serializer.is_valid():
-        field, problems = next(iter(serializer.errors.items()))
-        raise errors.InvalidInput(f"{field}: {problems[0]}", field=str(field))
-    values: dict[str, Any] = serializer.validated_data
-    return values
+    return validate(query, parameters)
 
 
 def matching_operations(filters: dict[str, Any]) -> Any:

@@ -5,15 +5,15 @@ the ended operation, or with `--detach` the response to the request. If the oper
 with exit code 1 and the reasons by node.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from django.core.management.base import CommandError
-from rest_framework import serializers
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Argument, Columns, Options, VerbCommand
 from localai_cluster.kit import errors
+from localai_cluster.web.rest import validate
 from nodes.api.cluster_backends import (
     ExternalSerializer,
     UpgradeSerializer,
@@ -128,7 +128,7 @@ def install(options: Options) -> str:
     if called and name:
         raise CommandError("give the name once: as NAME or with --name")
     body = {"uri": uri, "name": called or name} if uri else {"backend": name}
-    fields = _validate(ExternalSerializer, body | _nodes_field(_selected_nodes(options)))
+    fields = validate(ExternalSerializer, body | _nodes_field(_selected_nodes(options)))
     if not (name or uri):
         raise CommandError(
             "give the NAME of a backend, or --uri; `GET /api/backends` lists what galleries offer"
@@ -162,7 +162,7 @@ def upgrade(options: Options) -> str:
         body["waves"] = waves
     elif confirmed or waves:
         raise CommandError("--confirm-last, --pause and --stop-at-failures apply to waves, not to --at-once")
-    return _run_operation(options, request, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
+    return _run_operation(options, request, validate(UpgradeSerializer, body | _nodes_field(nodes)))
 
 
 def delete(options: Options) -> str:
@@ -170,7 +170,7 @@ def delete(options: Options) -> str:
     nodes = _selected_nodes(options)
     if not options["yes"]:
         _confirm("delete", request, nodes or select_all_nodes(request)[0])
-    return _run_operation(options, request, _validate(NodesSerializer, _nodes_field(nodes)))
+    return _run_operation(options, request, validate(NodesSerializer, _nodes_field(nodes)))
 
 
 def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
@@ -193,24 +193,6 @@ def _selected_nodes(options: Options) -> list[BackendNode]:
 
 def _nodes_field(nodes: Sequence[BackendNode]) -> dict[str, Any]:
     return {"nodes": [str(node.id) for node in nodes]} if nodes else {}
-
-
-def _validate(serializer_class: type[serializers.Serializer[Any]], body: dict[str, Any]) -> dict[str, Any]:
-    """Validate the body as REST does. Raise CommandError with the name of an invalid field."""
-    serializer = serializer_class(data=body)
-    if not serializer.is_valid():
-        raise CommandError(_first_problem(serializer.errors))
-    fields: dict[str, Any] = serializer.validated_data
-    return fields
-
-
-def _first_problem(errors_by_field: Any) -> str:
-    """Return the first error with its field, such as `max_unavailable: …`."""
-    if isinstance(errors_by_field, Mapping):
-        name, inner = next(iter(errors_by_field.items()))
-        problem = _first_problem(inner)
-        return problem if isinstance(inner, Mapping) else f"{name}: {problem}"
-    return str(errors_by_field[0])
 
 
 def _run_operation(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:

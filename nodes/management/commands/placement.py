@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from rest_framework.exceptions import ValidationError
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Columns, Options, VerbCommand
 from localai_cluster.kit import clock, errors, untrusted
 from localai_cluster.kit.quantities import gib_rounded_up
-from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import MAX_HEADER_BYTES, PlacementPlanRequestSerializer, make_plan
 from nodes.definitions import sizes
 from nodes.definitions.headers import read_json
@@ -60,14 +58,6 @@ class Command(VerbCommand):
         _add_plan_arguments(add("plan", plan, "Plan where replicas would go, or what a rule would do."))
         number = {"type": int, "metavar": "RECORD", "help": "number of the decision; explain shows it"}
         add("again", recompute, "Make a stored decision again, from the rows alone.", ("record", number))
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        """Run the command. Convert the validation error of a body to CommandError."""
-        try:
-            super().handle(*args, **options)
-        except ValidationError as wrong:
-            refusal = translate_error(wrong)
-            raise CommandError(refusal.message if refusal else str(wrong)) from wrong
 
 
 def _add_plan_arguments(parser: CommandParser) -> None:
