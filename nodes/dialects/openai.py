@@ -229,7 +229,7 @@ class ChatChunks(CompletionEvents):
         self._calls: dict[tuple[int, int], bool] = {}
         """(choice, call index) -> True if any arguments were sent."""
 
-    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
+    def render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         chunks = []
         if is_first:
             chunks.append(self._choice_chunk(delta.choice, {"role": "assistant", "content": ""}))
@@ -430,7 +430,7 @@ class CompletionChunks(CompletionEvents):
         super().__init__(head)
         self._lengths = [0] * head.generation.choices
 
-    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
+    def render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         logprobs = _render_logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         text = delta.text

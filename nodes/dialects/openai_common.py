@@ -198,12 +198,12 @@ class CompletionEvents(Chunks):
         """Return the encoded chunks for these deltas."""
         chunks = []
         for delta in deltas:
-            chunks += self._render_delta(delta, is_first=delta.choice not in self._started)
+            chunks += self.render_delta(delta, is_first=delta.choice not in self._started)
             self._started.add(delta.choice)
         return b"".join(chunks)
 
     @abstractmethod
-    def _render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
+    def render_delta(self, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         """Return the chunks for a delta; `is_first` is True for the first delta of its choice."""
 
     def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> bytes:
