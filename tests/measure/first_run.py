@@ -55,7 +55,7 @@ def started(tree: Path, reaper: processes.ProcessReaper, **more: str) -> tuple[R
     environ = {key: value for key, value in GIVEN.items() if not key.startswith(own)}
     environ |= {**reaper.env, **more}
     begun = clock.monotonic()
-    run = Run(tree / "data", free_port(), command=("make", "run"), cwd=tree, **environ)
+    run = Run(tree / "data", free_port(), (), ("make", "run"), tree, **environ)
     reaper.add(run.process.pid, seconds=60)
     run.wait_ready()
     return run, clock.monotonic() - begun

@@ -27,9 +27,9 @@ class Run:
         data: Path,
         port: int,
         prefix: Sequence[str] = (),
-        /,
         command: Sequence[str] = (sys.executable, "-m", "localai_cluster.embedded.run"),
         cwd: Path = ROOT,
+        /,
         **more: str,
     ) -> None:
         self.data, self.port = data, port
