@@ -80,10 +80,9 @@ class RawRoute:
 
 ROUTES: tuple[RawRoute, ...] = (
     *(
-        RawRoute(method, path, endpoint)
+        RawRoute(served.method, path, route)
         for path, route in inference.ROUTES.items()
-        for endpoint in (route.endpoint,)
-        for method in (route.method, *endpoint.other_methods)
+        for served in (route, *route.other_methods)
     ),
     RawRoute("GET", scraping.METRICS_PATH, scraping.MetricsApplication("web", scraping.RowReader())),
     RawRoute(
@@ -181,7 +180,7 @@ class Edge:
             _HeaderAddingSend(send, logs.request_id.get().encode(), scope["path"]),
         )
         app: Any = find_route(scope["path"]) or self._django
-        refused = app.render_error if isinstance(app, Endpoint) else wire.error_answer
+        refused = app.envelope.render if isinstance(app, Endpoint) else wire.error_answer
         origin = _allowed_origin(scope) if isinstance(app, Endpoint) else b""
         if origin:
             answer.add(_cors_headers(origin))

@@ -33,6 +33,7 @@ from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry import actions, bulk, lifecycle, overrides, resources
 from nodes.registry.actions import Action
 from nodes.registry.change import lock_node
+from nodes.registry.states import FACT_COLUMNS
 
 if TYPE_CHECKING:  # generic for the type checker only
     NodeModelForm = forms.ModelForm[BackendNode]
@@ -44,12 +45,7 @@ MAX_REFUSALS_SHOWN = 20
 REVISIONS_SALT = "nodes.admin.decision"
 
 _FACT_ROWS = (
-    ("approved_at", "approved_by", "approval_reason"),
-    ("rejected_at", "rejected_by", "reject_reason"),
-    ("revoked_at", "revoked_by", "revoke_reason"),
-    ("drained_at", "drained_by", "drain_reason", "drain_deadline"),
-    ("offline_at", "offline_by", "offline_reason"),
-    ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
+    *(FACT_COLUMNS | {"drained": (*FACT_COLUMNS["drained"], "drain_deadline")}).values(),
     ("file_port_failed_at", "file_port_error"),
 )
 """Facts of a node on its page, one row each. A row is shown while its first column has a value."""

@@ -104,7 +104,7 @@ def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
     definition = async_to_sync(models.find)(name)
     if row is None and (definition is None or definition.source.startswith(SOURCE_PREFIX)):
         raise errors.NotFound("there is no such definition")
-    merged = MergedRow(stored_definition(row), definition, store.file_of(name)) if row is not None else None
+    merged = MergedRow(stored_definition(row), store.file_of(name)) if row is not None else None
     return DefinitionEntry(name, definition, merged), row
 
 

@@ -192,10 +192,7 @@ class Folder:
         """Return all stored rows, also disabled and unusable ones; none before they were first read."""
         await self._current()
         with self._lock:
-            return [
-                MergedRow(row, self._by_name.get(row.name), self._file_names.get(row.name, ""))
-                for row in (self._rows or {}).values()
-            ]
+            return [MergedRow(row, self._file_names.get(row.name, "")) for row in (self._rows or {}).values()]
 
     async def file_of(self, name: str) -> str:
         """Return the file that defines the model, also if it has become unusable; "" if none does."""
@@ -297,7 +294,7 @@ class Folder:
         return frozenset(candidate.name for candidate in definitions if definition.conflicts_with(candidate))
 
     async def _current(
-        self, interval: float = POLL_EVERY, row_interval: float | None = None, *, waits_for_rows: bool = True
+        self, interval: float = POLL_EVERY, *, waits_for_rows: bool = True
     ) -> Mapping[str, Definition]:
         """Return the definitions. Rows may be a second old unless `waits_for_rows`.
 
@@ -305,9 +302,7 @@ class Folder:
         """
         # One that does not respond is not waited for: its definitions are known, or the caller is told.
         was_hanging = self._rows_hang
-        if row_interval is None:
-            row_interval = interval
-        row_poll = self._row_polls.begin(row_interval) if self._read_rows is not None else None
+        row_poll = self._row_polls.begin(interval) if self._read_rows is not None else None
         if not waits_for_rows and self._rows is not None and not self._row_polls.has_changes():
             row_poll = None
             if self._row_polls.is_overdue():
@@ -441,10 +436,9 @@ class Folder:
 
 @dataclass(frozen=True)
 class MergedRow:
-    """A row, the definition in force under its name, and the file that overrides the row ("" = none)."""
+    """A row, and the file that overrides it ("" = none)."""
 
     row: StoredDefinition
-    in_force: Definition | None
     file: str
 
 

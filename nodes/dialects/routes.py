@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from localai_cluster.kit import clock, names
-from localai_cluster.kit.errors import ClusterError, NotFound
+from localai_cluster.kit.errors import NotFound
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.dialects import (
@@ -30,40 +30,27 @@ from nodes.dialects import (
 )
 from nodes.dialects.openai_common import MAX_BODY_BYTES
 from nodes.gateway import streams
-from nodes.gateway.endpoint import Endpoint, Handler, is_anthropic_client
+from nodes.gateway.endpoint import Endpoint, Envelope, Handler, is_anthropic_client
 from nodes.gateway.generation import Dialect, Head
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream
 
-
-@dataclass(frozen=True)
-class Envelope:
-    """The form of errors in one dialect: a function that renders an error, and the struct of its body."""
-
-    render: Callable[[ClusterError], Answer]
-    body: type[wire.ResponseBody]
-
-
-OPENAI_ENVELOPE = Envelope(wire.error_answer, wire.ErrorBody)
 ANTHROPIC_ENVELOPE = Envelope(anthropic.render_error, anthropic.AnthropicErrorBody)
-OLLAMA_ENVELOPE = Envelope(ollama.render_error, ollama.OllamaErrorBody)
+OLLAMA_ENVELOPE = Envelope(ollama.render_error, ollama.OllamaErrorBody, is_patient=True)
+SHARED_ENVELOPE = Envelope(wire.error_answer, wire.ErrorBody, render_for_anthropic=anthropic.render_error)
+"""The envelope of routes that clients of OpenAI's and of Anthropic's API use."""
 ERROR_STATUSES = (400, 401, 403, 404, 413, 429, 500, 503)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
-    """One inference route: its handler, limits, error envelope and texts of the API document."""
+class Route(Endpoint):
+    """One inference route: the endpoint that serves it, and its texts of the API document."""
 
+    max_body_bytes: int | None = MAX_BODY_BYTES
+    other_methods: tuple["Route", ...] = ()
     name: str
     """Operation id in the API document."""
     summary: str
-    handler: Handler
-    method: str = "POST"
-    max_body_bytes: int | None = MAX_BODY_BYTES
-    """Maximum bytes of a body; None for the default limit."""
-    has_form: bool = False
-    """True if the body is a form with files."""
-    envelope: Envelope = OPENAI_ENVELOPE
     body: type[msgspec.Struct] | None = None
     response: type[wire.ResponseBody] | None = None
     other_kinds: tuple[str, ...] = ()
@@ -72,24 +59,6 @@ class Route:
     response_meaning: str = "The answer."
     """Description of the response with status 200 in the API document."""
     errors: tuple[int, ...] = ERROR_STATUSES
-    is_shared: bool = False
-    """True if clients of Anthropic's API also use the route. They get errors in Anthropic's form."""
-    other_methods: tuple["Route", ...] = ()
-    """Routes of further HTTP methods on the path. The limits and the envelope of this route apply to them."""
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The ASGI application that serves the route."""
-        return Endpoint(
-            self.method,
-            self.handler,
-            self.max_body_bytes,
-            self.has_form,
-            self.envelope.render,
-            self.envelope is OLLAMA_ENVELOPE,
-            anthropic.render_error if self.is_shared else None,
-            {route.method: route.handler for route in self.other_methods},
-        )
 
 
 Shortcut = Callable[[InferenceRequest, Mapping[str, Any]], Awaitable[Answer | None]]
@@ -274,7 +243,7 @@ _V1_ROUTE_BY_PATH: Mapping[str, Route] = {
         "List models",
         models.list_models,
         models.ModelsResponse,
-        is_shared=True,
+        envelope=SHARED_ENVELOPE,
         response_meaning="The models.",
         errors=(401, 403, 429, 500, 503),
     ),
@@ -352,7 +321,7 @@ _OTHER_ROUTE_BY_PATH: Mapping[str, Route] = {
         "Show one model",
         models.show_model,
         models.ModelBody,
-        is_shared=True,
+        envelope=SHARED_ENVELOPE,
         response_meaning="The model.",
         errors=(401, 403, 404, 429, 500, 503),
     ),

@@ -20,8 +20,8 @@ import asyncio
 import base64
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol, Self
 
@@ -116,30 +116,39 @@ class _CancelOnDisconnect(CancelScope):
 
 
 @dataclass(frozen=True)
+class Envelope:
+    """The form of errors in one dialect, and its patience."""
+
+    render: Callable[[ClusterError], Answer]
+    body: type[wire.ResponseBody]
+    """The struct of the body of an error."""
+    render_for_anthropic: Callable[[ClusterError], Answer] | None = None
+    """Renders errors for clients of Anthropic's API, on a route that several dialects share."""
+    is_patient: bool = False
+    """True if the dialect's requests wait longer for a load than those of most dialects."""
+
+
+OPENAI_ENVELOPE = Envelope(wire.error_answer, wire.ErrorBody)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """The ASGI application of one route.
+    """The ASGI application of one route."""
 
-    If `has_form` is true, the body is a form with files, which the handler gets in `request.form`.
-    `render_error` renders errors in the envelope of the route's dialect.
-    """
-
-    method: str
     handler: Handler
+    method: str = "POST"
     max_body_bytes: int | None = None
     """Maximum bytes of a body; None for the default limit."""
     has_form: bool = False
-    render_error: Callable[[ClusterError], Answer] = wire.error_answer
-    is_patient: bool = False
-    """True if requests of this route wait longer for a load than requests of most routes."""
-    render_error_for_anthropic: Callable[[ClusterError], Answer] | None = None
-    """Renders errors for clients of Anthropic's API, on a route that several dialects share."""
-    other_methods: Mapping[str, Handler] = field(default_factory=dict)
-    """Handlers of further HTTP methods on the path, by method."""
+    """True if the body is a form with files, which the handler gets in `request.form`."""
+    envelope: Envelope = OPENAI_ENVELOPE
+    other_methods: tuple["Endpoint", ...] = ()
+    """Further HTTP methods on the path. The limits and the envelope of this endpoint apply to them."""
 
     @property
     def methods(self) -> str:
         """The supported methods, as the value of the header `Allow`."""
-        return ", ".join((self.method, *self.other_methods))
+        return ", ".join(endpoint.method for endpoint in (self, *self.other_methods))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request. Send nothing if the client has disconnected."""
@@ -148,8 +157,8 @@ class Endpoint:
             client_address=wire.client_of(scope),
             request_id=request_id.get(),
             path=scope["path"],
-            is_patient=self.is_patient,
-            is_anthropic_client=self.render_error_for_anthropic is not None and is_anthropic_client(scope),
+            is_patient=self.envelope.is_patient,
+            is_anthropic_client=self.envelope.render_for_anthropic is not None and is_anthropic_client(scope),
         )
         body = bodies.Body(scope, receive, self.max_body_bytes or wire.MAX_BODY, self._too_large_error)
         try:
@@ -174,15 +183,11 @@ class Endpoint:
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
     ) -> Answer | tuple[int, bytes]:
         """Return the response; for a response that was sent in pieces, its status and its last piece."""
-        render_error = (
-            self.render_error_for_anthropic if request.is_anthropic_client else None
-        ) or self.render_error
+        render_for_anthropic = self.envelope.render_for_anthropic if request.is_anthropic_client else None
+        render_error = render_for_anthropic or self.envelope.render
         try:
             await identify_caller(request, scope)
-            method = scope["method"]
-            handler = self.handler if method == self.method else self.other_methods.get(method)
-            if handler is None:
-                raise MethodNotAllowed(f"only {self.methods} is accepted here", self.methods)
+            handler = self._find_handler(scope["method"])
             await self._read_body(request, scope, body)
             with _CancelOnDisconnect(receive):
                 return await self._handle(request, handler, send)
@@ -192,6 +197,12 @@ class Endpoint:
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return render_error(error)
+
+    def _find_handler(self, method: str) -> Handler:
+        for endpoint in (self, *self.other_methods):
+            if endpoint.method == method:
+                return endpoint.handler
+        raise MethodNotAllowed(f"only {self.methods} is accepted here", self.methods)
 
     def _too_large_error(self, limit: int) -> ClusterError:
         message = f"the request body exceeds {limit} bytes"

@@ -28,8 +28,8 @@ from nodes.replicas.shape import LIVE_MODEL
 LiveNode = dict[str, Any]
 
 _STATUS_COLUMNS: Mapping[str, Combinable] = {
-    "offline": fact_column("offline_at", "offline_by", "offline_reason"),
-    "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
+    "offline": fact_column("offline"),
+    "unhealthy": fact_column("unhealthy"),
 }
 """Columns by status, from which a node's `reason` and `since` follow."""
 _GPU_COLUMNS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}

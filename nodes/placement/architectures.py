@@ -118,9 +118,9 @@ class _Figures:
             return figure
         return figure[min(layer, len(figure) - 1)] if figure else default
 
-    def most(self, key: str, default: int = 0) -> int:
-        figure = self._figures.get(key, default)
-        return figure if isinstance(figure, int) else max(figure, default=default)
+    def most(self, key: str) -> int:
+        figure = self._figures.get(key, 0)
+        return figure if isinstance(figure, int) else max(figure, default=0)
 
     def pattern(self) -> int | tuple[int, ...] | None:
         return self._figures.get("attention.sliding_window_pattern")

@@ -59,27 +59,21 @@ class MassHold:
     until: datetime
 
 
-@dataclass(frozen=True)
-class Silence:
-    """Numbers of silent nodes, of nearly silent nodes, and of all nodes (`of`)."""
-
-    silent: int
-    nearly: int
-    of: int
-
-
-def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: float) -> MassHold | None:
+def decide_hold(
+    hold: MassHold | None, now: datetime, seconds: float, *, silent: int, nearly: int, of: int
+) -> MassHold | None:
     """Return the mass-disruption hold that applies now, or None.
 
-    `seconds` is the duration of a new hold, 0 = no holds.
+    `seconds` is the duration of a new hold, 0 = no holds. `nearly` is the number of nearly silent nodes, and
+    `of` that of all nodes.
 
     After an expired hold no new hold begins in the same pass: its nodes become offline. While a network
     failure is repaired, the nodes return one after another, so the last few are held for `HEALING_TIME`
     longer.
     """
-    if not counts.silent or not seconds:
+    if not silent or not seconds:
         return None
-    massive = _is_massive(counts.silent + counts.nearly, counts.of)
+    massive = _is_massive(silent + nearly, of)
     if hold is None:
         return MassHold(now, now + timedelta(seconds=seconds)) if massive else None
     if not massive:
@@ -176,7 +170,7 @@ def plan_liveness(observed: LivenessSnapshot, now: datetime, limits: Limits) -> 
     ages = {heard.id: now - max(heard.at or since, since) for heard in observed.nodes}
     silent = [id for id, age in ages.items() if age > node]
     nearly = sum(node * NEARLY_SILENT_FRACTION < age <= node for age in ages.values())
-    hold = decide_hold(Silence(len(silent), nearly, len(ages)), observed.hold, now, limits.hold)
+    hold = decide_hold(observed.hold, now, limits.hold, silent=len(silent), nearly=nearly, of=len(ages))
     silent_ids = frozenset(silent)
     returned = [heard for heard in observed.nodes if heard.is_back and heard.id not in silent_ids]
     return Plan(

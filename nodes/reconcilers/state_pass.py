@@ -15,6 +15,7 @@ from itertools import groupby
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock, conf
+from localai_cluster.kit.cancellation import cancel_and_wait
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
@@ -80,9 +81,7 @@ class StatePass(PeriodicTask):
         try:
             done, _ = await asyncio.wait(check_tasks, timeout=CHECK_LIMIT)
         finally:
-            for check_task in check_tasks:
-                check_task.cancel()
-            await asyncio.gather(*check_tasks, return_exceptions=True)
+            await cancel_and_wait(*check_tasks)
         findings: dict[NodeModel, CheckResult] = {}
         for check_task in done:
             if error := check_task.exception():

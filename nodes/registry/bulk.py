@@ -31,16 +31,12 @@ from operations.ledger.admission import Admission, OperationRequest, Requester, 
 from operations.ledger.attempts import lock_owned
 from operations.models import Operation, OperationTarget, TargetStatus
 
-APPROVE_KIND, REJECT_KIND, DRAIN_KIND = "node_approve", "node_reject", "node_drain"
-RESUME_KIND, LABEL_KIND, REMOVE_KIND = "node_resume", "node_label", "node_remove"
 _ACTION_BY_KIND = {
-    APPROVE_KIND: actions.APPROVE,
-    REJECT_KIND: actions.REJECT,
-    DRAIN_KIND: actions.DRAIN,
-    RESUME_KIND: actions.RESUME,
-    REMOVE_KIND: actions.REMOVE,
+    f"node_{action.name}": action
+    for action in (actions.APPROVE, actions.REJECT, actions.DRAIN, actions.RESUME, actions.REMOVE)
 }
 """Action whose conditions decide whether a node can take the operation, by kind of operation."""
+APPROVE_KIND, LABEL_KIND, REMOVE_KIND = "node_approve", "node_label", "node_remove"
 _MAX_SHOWN_REFUSALS = 10
 NODES_PER_REPORT, REMOVALS_PER_TRANSACTION = 25, 100
 """Maximum nodes between two progress reports, and maximum nodes that one transaction removes."""
@@ -245,11 +241,8 @@ _ACTIONS: Mapping[str, Verb] = {
     actions.REMOVE.name: _verb_without_reason(lifecycle.deregister),
 }
 VERBS: Mapping[str, Verb] = {
+    **{kind: _ACTIONS[action.name] for kind, action in _ACTION_BY_KIND.items()},
     APPROVE_KIND: _approve_as_seen,
-    REJECT_KIND: _ACTIONS[actions.REJECT.name],
-    DRAIN_KIND: _ACTIONS[actions.DRAIN.name],
-    RESUME_KIND: _ACTIONS[actions.RESUME.name],
     LABEL_KIND: _label,
-    REMOVE_KIND: _ACTIONS[actions.REMOVE.name],
 }
 """The functions that change one node of an operation, by kind of operation."""

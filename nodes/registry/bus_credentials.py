@@ -122,7 +122,7 @@ class Revocations(PeriodicTask):
     key of each user whose connection the server reports as ended.
     """
 
-    def __init__(self, on_disconnect: Callable[[str], None] = lambda user: None) -> None:
+    def __init__(self, on_disconnect: Callable[[str], None]) -> None:
         super().__init__(
             "revoked credentials of the message bus",
             self._run_pass,

@@ -25,21 +25,13 @@ from localai_cluster.kit import errors, logs, names
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import bus_credentials, states, timeline
-from nodes.registry.states import Event, Facts, facts_of
+from nodes.registry.states import FACT_COLUMNS, Event, Facts, facts_of
 from nodes.registry.timeline import Entry
 from nodes.replicas import engines, fleet_queries
 from operations.changes import events
 
 log = logging.getLogger(__name__)
 
-_COLUMNS_BY_FACT = {
-    "approved": ("approved_at", "approved_by", "approval_reason"),
-    "rejected": ("rejected_at", "rejected_by", "reject_reason"),
-    "revoked": ("revoked_at", "revoked_by", "revoke_reason"),
-    "drained": ("drained_at", "drained_by", "drain_reason"),
-    "offline": ("offline_at", "offline_by", "offline_reason"),
-    "unhealthy": ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
-}
 _KIND_BY_EVENT = {
     Event.AUTO_APPROVED: NodeEvent.Kind.APPROVED,
     Event.DRAINED_ITSELF: NodeEvent.Kind.DRAINED,
@@ -67,7 +59,7 @@ def event_kind(event: Event) -> NodeEvent.Kind:
 def changed_columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
     """Return the columns in which `after` differs from `before`, each with time, author and reason."""
     changed: dict[str, Any] = {}
-    for fact, (at, by, why) in _COLUMNS_BY_FACT.items():
+    for fact, (at, by, why) in FACT_COLUMNS.items():
         value = getattr(after, fact)
         if value != getattr(before, fact):
             stamp = (now, str(actor), reason[:_MAX_REASON_LENGTH]) if value else (None, "", "")

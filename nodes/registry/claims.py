@@ -137,7 +137,7 @@ def record_conflict(
     claim: str,
     *,
     now: datetime,
-    source_address: str = "",
+    source_address: str,
     advertised_address: str = "",
     claimed_name: str = "",
 ) -> errors.Conflict:
@@ -314,13 +314,8 @@ def require_unused_secret(fingerprint: str) -> None:
     """
     if BackendNode.objects.filter(fingerprint=fingerprint).exists():
         raise errors.Conflict("this secret already belongs to a node", field="secret")
-    if is_revoked(fingerprint):
+    if any_revoked([fingerprint]):
         raise errors.Conflict("this secret was revoked; generate a new one", field="secret")
-
-
-def is_revoked(fingerprint: str) -> bool:
-    """Return True if the secret was revoked; False for an empty fingerprint."""
-    return any_revoked([fingerprint])
 
 
 def any_revoked(fingerprints: Iterable[str]) -> bool:
@@ -416,7 +411,7 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
 
 
 def _bind(change: Change, fingerprint: str) -> None:
-    if change.node.fingerprint == fingerprint or is_revoked(fingerprint):
+    if change.node.fingerprint == fingerprint or any_revoked([fingerprint]):
         return
     change.set(
         fingerprint=fingerprint,

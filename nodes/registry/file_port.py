@@ -134,14 +134,6 @@ def failure_text(address: str, reason: str) -> str:
     return f"its file port {address} does not answer: {reason}"
 
 
-def server_of(node_id: UUID) -> dial_targets.HttpServer | None:
-    """Return the node's HTTP server; None if requests to it are not allowed."""
-    try:
-        return dial_targets.http_server(node_id)
-    except errors.ClusterError:
-        return None
-
-
 log = logging.getLogger(__name__)
 
 MAX_PARALLEL_CHECKS = 16
@@ -175,9 +167,10 @@ class FilePorts(WorkPool[BackendNode]):
     async def run_item(self, item: BackendNode) -> None:
         """Check one node's port and record the result."""
         try:
-            server = await in_thread(server_of, item.id)
-            if server is None:
-                return  # its claim expires
+            try:
+                server = await in_thread(dial_targets.http_server, item.id)
+            except errors.ClusterError:
+                return  # requests to it are not allowed; its claim expires
             error = await probe(server)
             await in_thread(record_check, item.id, error, now=clock.now())
             if error:

@@ -35,6 +35,7 @@ from localai_cluster.web.shapes import (
     text,
 )
 from nodes.models import BroughtModel, NodeConflict, NodeLabel, NodeModel, NodeStatus, NodeType
+from nodes.registry.states import FACT_COLUMNS
 from nodes.replicas.shape import LIVE_MODEL
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
@@ -50,8 +51,9 @@ FACT_SHAPE = Shape(
 )
 
 
-def fact_column(at: str, by: str, reason: str) -> Combinable:
+def fact_column(fact: str) -> Combinable:
     """Return a column with a fact about a node as a JSON text; null if the fact does not hold."""
+    at, by, reason = FACT_COLUMNS[fact]
     return FACT_SHAPE.read(unless_null=at, at=Time(at), by=F(by), reason=F(reason))
 
 
@@ -65,8 +67,8 @@ def _nested_or_null(name: str, shape: Shape, present_if: str, meaning: str = "")
     return _nested(name, shape, meaning, shape.read(unless_null=present_if), nullable=True)
 
 
-def _fact(name: str, at: str, by: str, reason: str, meaning: str = "", **options: Any) -> Field:
-    return _nested(name, FACT_SHAPE, meaning, fact_column(at, by, reason), nullable=True, **options)
+def _fact(name: str, fact: str, meaning: str = "", **options: Any) -> Field:
+    return _nested(name, FACT_SHAPE, meaning, fact_column(fact), nullable=True, **options)
 
 
 def _subquery_by_node(
@@ -344,17 +346,11 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ((DETAIL_VIEW, LIVE_VIEW), field("labels", mapping_schema(TEXT), example=_LABELS_EXAMPLE)),
     (
         ALL_VIEWS,
-        _fact(
-            "rejected",
-            "rejected_at",
-            "rejected_by",
-            "reject_reason",
-            "An admin's no; the status stays `pending`.",
-        ),
+        _fact("rejected", "rejected", "An admin's no; the status stays `pending`."),
     ),
     (
         ALL_VIEWS,
-        _fact("revoked", "revoked_at", "revoked_by", "revoke_reason", "Its secret counts no longer."),
+        _fact("revoked", "revoked", "Its secret counts no longer."),
     ),
     (
         REST_VIEWS,
@@ -363,16 +359,10 @@ NODE_FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ((LIVE_VIEW,), field("open_conflicts", count(), "Identity conflicts that wait for a decision.")),
     (
         (DETAIL_VIEW,),
-        _fact(
-            "approval",
-            "approved_at",
-            "approved_by",
-            "approval_reason",
-            example={"at": "2026-07-01T08:01:00Z", "by": "ann", "reason": ""},
-        ),
+        _fact("approval", "approved", example={"at": "2026-07-01T08:01:00Z", "by": "ann", "reason": ""}),
     ),
-    ((DETAIL_VIEW,), _fact("offline", "offline_at", "offline_by", "offline_reason")),
-    ((DETAIL_VIEW,), _fact("unhealthy", "unhealthy_at", "unhealthy_by", "unhealthy_reason")),
+    ((DETAIL_VIEW,), _fact("offline", "offline")),
+    ((DETAIL_VIEW,), _fact("unhealthy", "unhealthy")),
     ((DETAIL_VIEW,), _nested_or_null("drain", DRAIN_SHAPE, "drained_at")),
     ((LIVE_VIEW,), _nested_or_null("drain", LIVE_DRAIN_SHAPE, "drained_at")),
     (

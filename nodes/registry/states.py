@@ -40,6 +40,17 @@ class Facts:
     unhealthy: bool = False
 
 
+FACT_COLUMNS = {
+    "approved": ("approved_at", "approved_by", "approval_reason"),
+    "rejected": ("rejected_at", "rejected_by", "reject_reason"),
+    "revoked": ("revoked_at", "revoked_by", "revoke_reason"),
+    "drained": ("drained_at", "drained_by", "drain_reason"),
+    "offline": ("offline_at", "offline_by", "offline_reason"),
+    "unhealthy": ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
+}
+"""Columns of a node with the time, the author and the reason of each fact."""
+
+
 def facts_of(node: "BackendNode") -> Facts:
     """Return the facts that the node's row holds."""
     drained: Drain = "" if node.drained_at is None else "own" if node.drain_is_own else "admin"

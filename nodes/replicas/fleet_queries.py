@@ -15,7 +15,7 @@ def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool
     return NodeModel.objects.of(model_name).reached().exclude(node__in=excluded_nodes).exists()
 
 
-def is_being_loaded(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
+def is_being_loaded(model_name: str, *, excluded_nodes: Collection[UUID]) -> bool:
     """Return True if a load has a slot for the model, on a node outside `excluded_nodes`."""
     loading = NodeModel.objects.of(model_name).filter(state__in=BEING_LOADED, node__status="healthy")
     return loading.exclude(node__in=excluded_nodes).exists()

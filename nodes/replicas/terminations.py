@@ -54,11 +54,7 @@ def _terminate(
 
 
 async def lose(
-    database: statements.StatementRunner,
-    replica_id: UUID,
-    address: str,
-    *,
-    reason: PhaseReason = PhaseReason.LOST,
+    database: statements.StatementRunner, replica_id: UUID, address: str, *, reason: PhaseReason
 ) -> bool:
     """Drain a replica that did not answer a request; return True if it was serving.
 

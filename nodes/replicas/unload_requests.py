@@ -157,10 +157,10 @@ def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
     return unload(request, now=now)
 
 
-def least_recently_used(node_ids: Collection[UUID] = ()) -> NodeModelQuerySet:
-    """Return the idle replicas on these or all healthy backend nodes, the longest unused first (R1.75)."""
+def least_recently_used(node_ids: Collection[UUID]) -> NodeModelQuerySet:
+    """Return the idle replicas on these nodes, if healthy backend nodes, the longest unused first (R1.75)."""
     unused = NodeModel.objects.serving().filter(in_flight=0, node__node_type="backend")
-    return (unused.filter(node__in=node_ids) if node_ids else unused).order_by("last_used", "id")
+    return unused.filter(node__in=node_ids).order_by("last_used", "id")
 
 
 def delete(request: UnloadRequest, *, now: datetime) -> Admission:
@@ -170,15 +170,12 @@ def delete(request: UnloadRequest, *, now: datetime) -> Admission:
     """
     if request.node is not None:
         _refuse_while_loading(request, request.node)
-        return _deletion(request, [(request.node.id, request.node.name)], now)
-    nodes = BackendNode.objects.filter(node_type=NodeType.BACKEND).exclude(status="pending").order_by("name")
-    targets = list(nodes.values_list("id", "name"))
+        targets = [(request.node.id, request.node.name)]
+    else:
+        nodes = BackendNode.objects.filter(node_type=NodeType.BACKEND).exclude(status="pending")
+        targets = list(nodes.order_by("name").values_list("id", "name"))
     if not targets:
         raise errors.NotFound("there is no node that could have files of a model")
-    return _deletion(request, targets, now)
-
-
-def _deletion(request: UnloadRequest, targets: Targets, now: datetime) -> Admission:
     admission = _admit(request, DELETE_KIND, targets, now)
     if admission.created:
         _record(request, "deletion", admission.operation, now)

@@ -246,8 +246,6 @@ _FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")
 """Prefixes that a spreadsheet evaluates as a formula; some texts come from workers."""
 
 Entry = Mapping[str, Any]
-EntryWriter = Callable[[Sequence[Entry]], bytes]
-"""Function that writes entries in one of the formats."""
 
 
 class _ExportQuery(Filters):

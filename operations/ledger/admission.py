@@ -45,7 +45,7 @@ _MAX_ACTOR_LENGTH = 150
 MAX_COMMENT_LENGTH = 500
 
 
-_DISMISSAL_COLUMNS = ("dismissed_at", "dismissed_by", "dismissed_comment")
+DISMISSAL_COLUMNS = ("dismissed_at", "dismissed_by", "dismissed_comment")
 _ONE_ACTIVE_CONSTRAINT = "operation_one_active_a_key"
 _MAX_TRIES = 3
 
@@ -273,7 +273,7 @@ def _dismiss_repeated(
             entries.append(audit_entry("asked", admission.operation))
             for row in by_key.pop(admission.operation.key, ()):
                 if row.dismissed_at is None:
-                    _acknowledge(row, request.by.actor, comment, now)
+                    set_dismissed(row, request.by.actor, comment, now)
                     dismissed[row] = None
         repeated = by_id.get(request.repeats.id) if request.repeats else None
         if repeated is None or repeated.dismissed_at is not None:
@@ -284,7 +284,7 @@ def _dismiss_repeated(
             parts += tried
             entries.append(_dismiss_on(repeated, failed[repeated.id], tried, request.by.actor, now, comment))
             dismissed[repeated] = None
-    update_rows(list(dismissed), _DISMISSAL_COLUMNS)
+    update_rows(list(dismissed), DISMISSAL_COLUMNS)
     update_rows(parts, ["dismissed_at"])
     audit.record(*entries, at=now)
     return list(dismissed)
@@ -345,7 +345,7 @@ def dismiss(
         chosen = [part for part in parts if part.node_id in nodes]
         change = _dismiss_on(operation, parts, chosen, actor, now, comment)
         update_rows(chosen, ["dismissed_at"])
-        update_rows([operation], _DISMISSAL_COLUMNS)
+        update_rows([operation], DISMISSAL_COLUMNS)
         audit.record(change, at=now)
         emit([operation])
     return operation
@@ -369,8 +369,10 @@ def dismiss_many(
         # A request that replaces an active operation holds it, and waits for the failures that it dismisses.
         open_rows = rows.filter(UNDISMISSED_FAILURE)
         failures = list(open_rows.select_for_update(no_key=True))
-        audit.record(*(_acknowledge(failure, actor, comment, now) for failure in failures), at=now)
-        update_rows(failures, _DISMISSAL_COLUMNS)
+        for failure in failures:
+            set_dismissed(failure, actor, comment, now)
+        audit.record(*(audit_entry("dismissed", failure, comment) for failure in failures), at=now)
+        update_rows(failures, DISMISSAL_COLUMNS)
         emit(failures)
     return list((operations | {row.id: row for row in failures}).values())
 
@@ -391,14 +393,14 @@ def _dismiss_on(
         target.dismissed_at = target.dismissed_at or now
     if any(target.dismissed_at is None for target in failed):
         return audit_entry("dismissed_part", failure, f"on {counted(len(chosen), 'node')}: {comment}")
-    return _acknowledge(failure, actor, comment, now)
+    set_dismissed(failure, actor, comment, now)
+    return audit_entry("dismissed", failure, comment)
 
 
-def _acknowledge(failure: Operation, actor: str, comment: str, now: datetime) -> Change:
-    """Dismiss the failure; return the audit entry. The caller saves the failure."""
+def set_dismissed(failure: Operation, actor: str, comment: str, now: datetime) -> None:
+    """Dismiss the failure; the caller saves `DISMISSAL_COLUMNS`."""
     failure.dismissed_at, failure.dismissed_by = now, actor[:_MAX_ACTOR_LENGTH]
     failure.dismissed_comment = comment[:MAX_COMMENT_LENGTH]
-    return audit_entry("dismissed", failure, comment)
 
 
 def lock_operation(operation_id: UUID) -> Operation:

@@ -17,6 +17,7 @@ from localai_cluster.kit.transactions import committed
 from operations import targets
 from operations.changes import events
 from operations.changes.events import emit
+from operations.ledger.admission import DISMISSAL_COLUMNS, set_dismissed
 from operations.ledger.progress import REPORT_COLUMNS, Tick, apply_last_reports
 from operations.models import (
     QUEUED,
@@ -136,9 +137,8 @@ def _dismiss_failed_children(operation: Operation, now: datetime) -> list[Operat
     failed = operation.children.filter(UNDISMISSED_FAILURE)
     children = list(failed.order_by("pk").select_for_update(no_key=True))
     for child in children:
-        child.dismissed_at, child.dismissed_by = now, "system"
-        child.dismissed_comment = f"operation {operation.id} has completed without it"
-    Operation.objects.bulk_update(children, ["dismissed_at", "dismissed_by", "dismissed_comment"])
+        set_dismissed(child, "system", f"operation {operation.id} has completed without it", now)
+    update_rows(children, DISMISSAL_COLUMNS)
     return children
 
 

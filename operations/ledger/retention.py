@@ -6,8 +6,10 @@ from django.db.models import Q
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
+from localai_cluster.kit.leases import update_rows
 from localai_cluster.kit.transactions import committed
 from operations.changes.events import emit
+from operations.ledger.admission import DISMISSAL_COLUMNS, set_dismissed
 from operations.models import IN_HISTORY, UNDISMISSED_FAILURE, Operation
 
 MAX_DELETED_PER_TRANSACTION = 1000
@@ -37,12 +39,8 @@ def dismiss_oldest_failures(*, now: datetime) -> int:
             still_waiting = waiting.filter(pk__in=list(oldest.values_list("pk", flat=True))).order_by("pk")
             failures = list(still_waiting.select_for_update(no_key=True))
             for failure in failures:
-                failure.dismissed_at, failure.dismissed_by, failure.dismissed_comment = (
-                    now,
-                    ACTOR,
-                    OVERFLOW_COMMENT,
-                )
-            Operation.objects.bulk_update(failures, ["dismissed_at", "dismissed_by", "dismissed_comment"])
+                set_dismissed(failure, ACTOR, OVERFLOW_COMMENT, now)
+            update_rows(failures, DISMISSAL_COLUMNS)
             emit(failures)
         dismissed += len(failures)
         if len(failures) < MAX_DISMISSED_PER_TRANSACTION:

@@ -26,10 +26,12 @@ from examples.demo.client import Target, ask
 from localai_cluster.embedded.layout import EXAMPLES_FOLDER, ROOT
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.run import is_ok
-from localai_cluster.embedded.server import last_line, wait_for
+from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import clock, processes
 from tests.measure.table import Measured, show
+from tests.support.environment import GIVEN
 from tests.support.ports import free_port
+from tests.support.run import Run
 
 FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 3.0, 900.0, 30.0, 10.0, 5
 IDLE_PERCENT, IDLE_MEMORY = 1.0, 80.0
@@ -47,49 +49,26 @@ _NOT_COPIED = (
 _MANY_TEXTS, _CLIENTS = 64, 4
 
 
-class Run:
-    """`make run` in `tree`, timed from the command to "ready" and from the signal to the end."""
+def started(tree: Path, reaper: processes.ProcessReaper, **more: str) -> tuple[Run, float]:
+    """`make run` in `tree`, and the seconds from the command to "ready"."""
+    own = ("MAKE", "PORT", "CLUSTER_DATA_DIR")
+    environ = {key: value for key, value in GIVEN.items() if not key.startswith(own)}
+    environ |= {**reaper.env, **more}
+    begun = clock.monotonic()
+    run = Run(tree / "data", free_port(), (), ("make", "run"), tree, **environ)
+    reaper.add(run.process.pid, seconds=60)
+    run.wait_ready()
+    return run, clock.monotonic() - begun
 
-    def __init__(self, tree: Path, reaper: processes.ProcessReaper, **more: str) -> None:
-        self.tree, self.log = tree, tree.parent / "run.log"
-        self.port = free_port()
-        self._reaper = reaper
-        self._begun = clock.monotonic()
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-        environ |= {"PORT": str(self.port), "CLUSTER_DATA_DIR": str(tree / "data"), **reaper.env, **more}
-        with self.log.open("wb") as file:
-            self._child = processes.spawn(
-                ["make", "run"], env=environ, cwd=tree, stdout=file, stderr=subprocess.STDOUT
-            )
-        reaper.add(self._child.pid, seconds=60)
 
-    @property
-    def target(self) -> Target:
-        """Its address and key."""
-        key = (self.tree / "data" / "secrets" / "admin_api_key").read_text().strip()
-        return Target(f"http://127.0.0.1:{self.port}", key)
-
-    def wait_ready(self, seconds: float) -> float:
-        """Seconds until it is ready. `SetupError` if it ended or took too long."""
-        child = self._child
-        wait_for(lambda: child.poll() is not None or b"ready in" in self.log.read_bytes(), seconds)
-        if b"ready in" not in self.log.read_bytes():
-            raise SetupError(f"`make run` did not become ready: {last_line(self.log)}", f"See {self.log}.")
-        return clock.monotonic() - self._begun
-
-    def stop(self) -> float:
-        """Seconds from the signal until all processes have ended."""
-        begun = clock.monotonic()
-        supervisor = json.loads((self.tree / "data" / "run.lock").read_text())["pid"]
-        os.kill(supervisor, signal.SIGTERM)
-        self._child.wait(120)
-        self._reaper.discard(self._child.pid)
-        return clock.monotonic() - begun
-
-    def pid(self, program: str) -> int:
-        """The process id of one of its programs."""
-        mark = json.loads((self.tree / "data" / "run.lock").read_text())["mark"]
-        return next(one.pid for one in processes.marked_processes(f"{mark}/{program}"))
+def stop(run: Run, reaper: processes.ProcessReaper) -> float:
+    """Seconds from the signal until all processes have ended."""
+    begun = clock.monotonic()
+    supervisor = json.loads((run.data / "run.lock").read_text())["pid"]
+    os.kill(supervisor, signal.SIGTERM)
+    run.process.wait(120)
+    reaper.discard(run.process.pid)
+    return clock.monotonic() - begun
 
 
 @contextmanager
@@ -174,7 +153,7 @@ def after_a_crash(run: Run, request: Mapping[str, Any]) -> Measured:
     if not wait_for(lambda: bool(in_flight(target)), 20):
         raise SetupError("No running request was counted.", "See the log of the web process.")
     stop.set()
-    os.kill(run.pid("web"), signal.SIGKILL)
+    os.kill(run.leaders()["web"], signal.SIGKILL)
     begun = clock.monotonic()
     wait_for(lambda: is_ok(f"{target.url}/readyz") and in_flight(target) == 0, 2 * IN_FLIGHT)
     return Measured("in-flight count correct after kill -9 of web", clock.monotonic() - begun, IN_FLIGHT)
@@ -183,7 +162,7 @@ def after_a_crash(run: Run, request: Mapping[str, Any]) -> Measured:
 def tests() -> Measured:
     """Seconds that `make test` takes. `SetupError` if it fails."""
     begun = clock.monotonic()
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    environ = {key: value for key, value in GIVEN.items() if not key.startswith("MAKE")}
     done = subprocess.run(
         ["make", "test"], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
     )
@@ -198,17 +177,17 @@ def measure(console: Console) -> list[Measured]:
     found = []
     with fresh_tree() as tree, processes.ProcessReaper() as reaper:
         console.print("first run, including installation …")
-        run = Run(tree, reaper)
-        found.append(Measured("first run until ready", run.wait_ready(2 * FIRST_RUN), FIRST_RUN))
-        found.append(Measured("stop", run.stop()))
+        run, seconds = started(tree, reaper)
+        found.append(Measured("first run until ready", seconds, FIRST_RUN))
+        found.append(Measured("stop", stop(run, reaper)))
         console.print("second run, cold load, crash of the web process …")
         size = sum(file.stat().st_size for file in (tree / "build" / "gallery").rglob("*") if file.is_file())
-        run = Run(tree, reaper, LOCALAI_WORKER_DOWNLOAD_RATE=str(int(size / COPY)))
-        found.append(Measured("later run until ready", run.wait_ready(120), LATER_RUN))
-        found += idle_worker(run.pid("worker"))
+        run, seconds = started(tree, reaper, LOCALAI_WORKER_DOWNLOAD_RATE=str(int(size / COPY)))
+        found.append(Measured("later run until ready", seconds, LATER_RUN))
+        found += idle_worker(run.leaders()["worker"])
         found += cold_load(run.target, request)
         found.append(after_a_crash(run, request))
-        found.append(Measured("stop with a loaded model", run.stop()))
+        found.append(Measured("stop with a loaded model", stop(run, reaper)))
     if os.environ.get("TESTS"):
         console.print("make test …")
         found.append(tests())

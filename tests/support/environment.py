@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+GIVEN = dict(os.environ)
+"""The environment of whoever started the program, for a program that is no part of the test run."""
 HOME = Path(tempfile.mkdtemp(prefix="lac-test-"))
 RUN = Path(os.environ.setdefault("CLUSTER_TESTS_OF_RUN", str(HOME)))
 """Folder of the whole run, which belongs to the first process of the run."""

@@ -393,7 +393,7 @@ class Cluster:
         workers = self.world.workers
         for row in NodeModel.objects.filter(phase="serving"):
             if (str(row), row.address) not in workers[row.node_id].running():
-                _finished(terminations.lose(_Here(), row.id, row.address))
+                _finished(terminations.lose(_Here(), row.id, row.address, reason=PhaseReason.LOST))
 
     def reports_an_exit(self, dice: Random) -> None:
         """Let a worker report an ended engine, possibly long ago or repeatedly."""

@@ -22,13 +22,22 @@ CHILDREN = ("postgres", "nats", "valkey", "web", "controller", "worker")
 class Run:
     """One run in a data directory, with its output in a file; `prefix` is put before its command."""
 
-    def __init__(self, data: Path, port: int, prefix: Sequence[str] = (), /, **more: str) -> None:
+    def __init__(
+        self,
+        data: Path,
+        port: int,
+        prefix: Sequence[str] = (),
+        command: Sequence[str] = (sys.executable, "-m", "localai_cluster.embedded.run"),
+        cwd: Path = ROOT,
+        /,
+        **more: str,
+    ) -> None:
         self.data, self.port = data, port
         self.log = data.parent / f"run-{len(list(data.parent.glob('run-*')))}.log"
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "localai_cluster.embedded.run"],
-                cwd=ROOT,
+                [*prefix, *command],
+                cwd=cwd,
                 env={**_PASSED, "CLUSTER_DATA_DIR": str(data), "PORT": str(port), **more},
                 stdin=subprocess.DEVNULL,
                 stdout=file,

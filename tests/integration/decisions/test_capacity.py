@@ -407,7 +407,7 @@ def test_only_healthy_backend_nodes_are_found() -> None:
     ):
         hot.replica(hot.node(name, available_vram=9, **fields), "m")
     assert not feasible("x")
-    assert not unload_requests.least_recently_used()
+    assert not unload_requests.least_recently_used(list(BackendNode.objects.values_list("pk", flat=True)))
     assert {row.node.name for row in NodeModel.objects.serving()} <= {"agent"}
     assert NodeModel.objects.of("m").loaded().count() == 4, "R1.66"
 
@@ -454,7 +454,7 @@ def test_nodes_with_a_model() -> None:
 @pytest.mark.django_db
 @pytest.mark.rule("R1.75", "T-REG-151")
 def test_the_least_recently_used_replica(django_assert_num_queries: Queries) -> None:
-    """Of one node or of all; one with a request, or one that does not serve, is not found."""
+    """Of one node or of several; one with a request, or one that does not serve, is not found."""
     here, there = hot.node("here"), hot.node("there")
     hot.replica(here, "busy", in_flight=1, last_used=hot.EPOCH - timedelta(days=2))
     hot.replica(here, "leaving", state="unloading", last_used=hot.EPOCH - timedelta(days=2))
@@ -462,7 +462,7 @@ def test_the_least_recently_used_replica(django_assert_num_queries: Queries) -> 
     older = hot.replica(here, "older", last_used=hot.EPOCH - timedelta(hours=1))
     oldest = hot.replica(there, "oldest", last_used=hot.EPOCH - timedelta(days=1))
     with django_assert_num_queries(1):
-        assert list(unload_requests.least_recently_used()) == [oldest, older, newer]
+        assert list(unload_requests.least_recently_used([here.pk, there.pk])) == [oldest, older, newer]
     assert unload_requests.least_recently_used([here.pk]).first() == older
 
 

@@ -200,7 +200,7 @@ def test_what_is_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(TRANSCRIBE, b"", kind=kind).status == 400
     many = form({f"field{number}": "x" for number in range(2000)})[0]
     assert one(TRANSCRIBE, many, kind=kind).status == 400
-    small = endpoint.Endpoint("POST", audio.transcribe, 60, has_form=True)
+    small = endpoint.Endpoint(handler=audio.transcribe, max_body_bytes=60, has_form=True)
     monkeypatch.setitem(edge._APP_BY_PATH, TRANSCRIBE, small)
     answer = one(TRANSCRIBE, body, kind=kind)
     assert answer.status == 413

@@ -133,7 +133,7 @@ async def test_a_controller_without_the_keys_that_rule_the_bus_says_what_that_me
     settings.CLUSTER = replace(settings.CLUSTER, nats_operator_seed="", nats_worker_jwt_ttl=7200.0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await Revocations().run()
+            await Revocations(print).run()
     (line,) = caplog.messages
     assert "until its credentials expire (2 h): set CLUSTER_NATS_OPERATOR_SEED" in line
     assert run_checks(tags=[Tags.security]) == []

@@ -13,8 +13,9 @@ from localai_cluster.messaging import bus
 from localai_cluster.rpc import errors as rpc_errors
 from localai_cluster.worker.installer import InstallFailed
 from nodes.commands.outcomes import CommandFailed
-from nodes.dialects.routes import ANTHROPIC_ENVELOPE, OLLAMA_ENVELOPE, OPENAI_ENVELOPE
+from nodes.dialects.routes import ANTHROPIC_ENVELOPE, OLLAMA_ENVELOPE
 from nodes.gateway import endpoint, gbnf, generate
+from nodes.gateway.endpoint import OPENAI_ENVELOPE
 from nodes.loading import load_attempts
 from nodes.registry import bulk, heartbeats
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.reconcilers.liveness import HEALING_TIME, MassHold, Silence, decide_hold
+from nodes.reconcilers.liveness import HEALING_TIME, MassHold, decide_hold
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 HOLD = 300.0
@@ -62,17 +62,17 @@ OVER = MassHold(NOW - timedelta(seconds=300), NOW)
 def test_the_brake(
     silent: int, nearly: int, of: int, standing: MassHold | None, expected: MassHold | None
 ) -> None:
-    assert decide_hold(Silence(silent, nearly, of), standing, NOW, HOLD) == expected
+    assert decide_hold(standing, NOW, HOLD, silent=silent, nearly=nearly, of=of) == expected
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.sampled_from([None, OLD, OVER]))
 def test_it_never_holds_without_a_setting_or_beyond_its_time(
     silent: int, nearly: int, heard: int, standing: MassHold | None
 ) -> None:
-    found = Silence(silent, nearly, silent + nearly + heard)
-    assert decide_hold(found, standing, NOW, 0.0) is None
-    hold = decide_hold(found, standing, NOW, HOLD)
+    found = {"silent": silent, "nearly": nearly, "of": silent + nearly + heard}
+    assert decide_hold(standing, NOW, 0.0, **found) is None
+    hold = decide_hold(standing, NOW, HOLD, **found)
     assert hold is None or hold.until > NOW
-    assert hold is None or standing is not None or 3 * (silent + nearly) > found.of
+    assert hold is None or standing is not None or 3 * (silent + nearly) > found["of"]
     if standing is not None and hold is not None:
         assert (hold.since, hold.until <= standing.until) == (standing.since, True)
