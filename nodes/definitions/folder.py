@@ -6,7 +6,7 @@ disabled row defines nothing. The folder is scanned at most once per second, and
 time are read again. Rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a
 known name waits for the read after a NOTIFY, but not for the regular polls. An unusable file or row is logged
 once with its reason and stays in `problems` until it is removed or repaired. It does not affect other
-definitions.
+definitions. A file whose status cannot be read keeps its definition.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
 blocks neither the event loop nor the process. Definitions that were read before stay in use. Every other
@@ -54,6 +54,7 @@ MAX_FILES = 4096
 _FILE_SUFFIXES = (".yaml", ".yml")
 
 _Stamp = tuple[int, int, int]
+_NO_STAMP = (0, 0, 0)
 _Files = dict[str, tuple[_Stamp, Definition | UnusableDefinition]]
 ReadRows = Callable[[rows.Rows], dict[UUID, StoredDefinition]]
 
@@ -212,9 +213,9 @@ class Folder:
         return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
     async def unreadable_files(self) -> frozenset[str] | None:
-        """Return the sources of unusable definitions; None if the folder or the rows cannot be read."""
+        """Return the sources of unusable definitions; None if the folder or the rows are not fully known."""
         problems = await self.problems()
-        if self._hangs or self._rows is None or (problems.folder and not self._files):
+        if self._hangs or self._rows is None or problems.folder:
             return None
         names = (name for name, (_, content) in self._files.items() if _is_unusable(content))
         return frozenset(names) | {
@@ -359,7 +360,14 @@ class Folder:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
         stamps: dict[str, _Stamp] = {}
         for name in listed[:MAX_FILES]:
-            if (status := _stat_file(self.path / name)) is not None:
+            try:
+                status = _stat_file(self.path / name)
+            except OSError as error:  # not removed: what is known of it stays in use
+                shown = _displayable_name(name)
+                problem = f"has files that cannot be examined, such as {shown}: {error.strerror}"
+                stamps[name] = self._files[name][0] if name in self._files else _NO_STAMP
+                continue
+            if status is not None:
                 stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
         return stamps, problem
 
@@ -387,11 +395,16 @@ def _is_unusable(content: Definition | UnusableDefinition) -> bool:
 
 
 def _stat_file(path: Path) -> os.stat_result | None:
-    """Return the file's status (of a broken link the link's own); None if the file has been removed."""
-    for stat in (path.stat, path.lstat):
-        with suppress(OSError):
-            return stat()
-    return None
+    """Return the file's status (of a broken link the link's own); None if the file has been removed.
+
+    Raises OSError.
+    """
+    with suppress(OSError):
+        return path.stat()
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
 
 
 def _index_definitions(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:

@@ -1,6 +1,7 @@
 """The models folder: what changes is seen, what is broken or hangs takes nothing else down."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -139,6 +140,46 @@ def test_a_link_that_leads_nowhere_is_a_problem_until_its_target_is_there(
     clock.now += 2
     assert [one.name for one in every(folder)] == ["mini"]
     assert not asyncio.run(folder.problems())
+
+
+def refuse_status(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let every look at the file fail as on a mount that has lost it."""
+    plain = os.stat
+
+    def stat(target: Any, **options: Any) -> os.stat_result:
+        if target == path:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return plain(target, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+
+
+def test_a_file_whose_status_cannot_be_read_is_not_a_removed_one(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model would have been unloaded, and the record of its last load withdrawn."""
+    write("a.yaml", PLAIN)
+    write("b.yaml", PLAIN | {"name": "other"})
+    clock = Clock()
+    folder = Folder(tmp_path, clock)
+    assert [one.name for one in every(folder)] == ["mini", "other"]
+    with monkeypatch.context() as patch:
+        refuse_status(patch, tmp_path / "a.yaml")
+        clock.now += 2
+        assert [one.name for one in every(folder)] == ["mini", "other"]
+        problem = "has files that cannot be examined, such as a.yaml: Stale file handle"
+        assert asyncio.run(folder.problems()).folder == problem
+        assert asyncio.run(folder.unreadable_files()) is None
+        fresh = Folder(tmp_path, clock)
+        assert [one.name for one in every(fresh)] == ["other"]
+        problems = asyncio.run(fresh.problems())
+        assert (problems.folder, problems.files) == (problem, {"a.yaml": "cannot be read: Stale file handle"})
+        assert asyncio.run(fresh.unreadable_files()) is None
+    clock.now += 2
+    for models in (folder, fresh):
+        assert [one.name for one in every(models)] == ["mini", "other"]
+        assert not asyncio.run(models.problems())
+        assert asyncio.run(models.unreadable_files()) == frozenset()
 
 
 def test_two_undecodable_names_are_two_problems(tmp_path: Path) -> None:
