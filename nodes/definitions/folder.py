@@ -6,7 +6,8 @@ disabled row defines nothing. The folder is scanned at most once per second, and
 time are read again. Rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a
 known name waits for the read after a NOTIFY, but not for the regular polls. An unusable file or row is logged
 once with its reason and stays in `problems` until it is removed or repaired. It does not affect other
-definitions. A file whose status cannot be read keeps its definition.
+definitions. While the folder cannot be listed, or a file's status cannot be read, the definitions that were
+read before stay in force.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
 blocks neither the event loop nor the process. Definitions that were read before stay in use. Every other
@@ -60,7 +61,7 @@ ReadRows = Callable[[rows.Rows], dict[UUID, StoredDefinition]]
 
 
 class FolderUnresponsive(Unavailable):
-    """The models folder, or the database with the stored definitions, does not answer."""
+    """The models folder, or the database with the stored definitions, does not answer or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -259,17 +260,18 @@ class Folder:
         """Scan the folder once. Runs in its own thread."""
         try:
             stamps, problem = self._read_stamps()
-            files, has_marker = self._read_files(stamps), os.path.lexists(self.path / MARKER)
+            files = None if stamps is None else self._read_files(stamps)
+            has_marker = os.path.lexists(self.path / MARKER)
             with self._lock:
-                self._files, self._has_files, self._folder_problem = files, True, problem
-                self._has_marker = has_marker
+                if files is not None:
+                    self._files, self._has_files, self._has_marker = files, True, has_marker
+                self._folder_problem = problem
                 self._merge()
             if self._hangs:
                 self._hangs = False
                 logger.warning("The models folder %s answers again", self.path)
         except Exception as error:
             with self._lock:
-                self._has_files = True
                 self._folder_problem = _make_displayable(f"cannot be read: {untrusted.yaml_reason(error)}")
                 self._report(Problems(self._folder_problem), error)
 
@@ -325,10 +327,9 @@ class Folder:
 
     def _hang_error(self) -> FolderUnresponsive:
         if self._hangs or not self._has_files:
-            subject = f"the models folder {self.path.name!r} of the control plane"
-        else:
-            subject = "the database with the model definitions"
-        return FolderUnresponsive(f"{subject} does not answer")
+            problem = "does not answer" if self._hangs else self._folder_problem
+            return FolderUnresponsive(f"the models folder {self.path.name!r} of the control plane {problem}")
+        return FolderUnresponsive("the database with the model definitions does not answer")
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
         """Read new and changed files; keep the results of the other files."""
@@ -348,13 +349,17 @@ class Folder:
                 files[name] = stamp, error
         return files
 
-    def _read_stamps(self) -> tuple[dict[str, _Stamp], str]:
-        """Return a stamp for each definition file, and the folder's problem ("" if none)."""
+    def _read_stamps(self) -> tuple[dict[str, _Stamp] | None, str]:
+        """Return a stamp for each definition file, and the folder's problem ("" if none).
+
+        None instead of the stamps if the folder cannot be listed. One that has never existed has no files.
+        """
         try:
             with os.scandir(self.path) as entries:
                 listed = sorted(entry.name for entry in entries if entry.name.endswith(_FILE_SUFFIXES))
         except OSError as error:
-            return {}, _make_displayable(f"cannot be listed: {error.strerror}")
+            has_no_files = isinstance(error, FileNotFoundError) and not self._has_files
+            return {} if has_no_files else None, _make_displayable(f"cannot be listed: {error.strerror}")
         problem = ""
         if len(listed) > MAX_FILES:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
