@@ -36,7 +36,7 @@ from nodes.definitions.files import (
     read_content,
     read_definition,
 )
-from nodes.definitions.polls import Poll
+from nodes.definitions.polls import Poll, SharedCalls
 from nodes.definitions.recorded_files import LACKS_MARKER, MARKER
 from nodes.definitions.rows import StoredDefinition
 from nodes.definitions.sizes import Sizes, files_of, template_has_tools
@@ -89,6 +89,7 @@ class Folder:
         self.sizes = Sizes(path)
         self.path, self._limit = path, limit
         self._lock = threading.Lock()
+        self._reads = SharedCalls(limit)
         self._scans = Poll(self._scan_folder, monotonic, limit)
         self._files: _Files = {}
         self._has_files, self._has_marker = False, True
@@ -157,13 +158,20 @@ class Folder:
         }
 
     async def text(self, name: str) -> str | None:
-        """Return the YAML that defines the model; None if there is none. Raise UnusableDefinition."""
+        """Return the YAML that defines the model; None if there is none.
+
+        Raises UnusableDefinition, and FolderUnresponsive if the file cannot be read in time.
+        """
         definition = await self.find(name)
         if definition is None:
             return None
         if definition.source.startswith(rows.SOURCE_PREFIX):
             return await asyncio.wrap_future(untrusted.in_daemon_thread(rows.read_text, name))
-        content = await asyncio.to_thread(read_content, self.path / definition.source)
+        key = ("text", definition.source, definition.revision)
+        try:
+            content = await self._reads.call(key, read_content, self.path / definition.source)
+        except TimeoutError as error:
+            raise self._folder_error("does not answer") from error
         return content.decode("utf-8", "replace")
 
     async def document(self, name: str) -> Any:
@@ -204,8 +212,11 @@ class Folder:
         self._total_sizes = sizes
 
     async def has_tools(self, definition: Definition) -> bool:
-        """Return True if the model's file is known to have a chat template with tools."""
-        return await asyncio.to_thread(template_has_tools, self.path, definition)
+        """Return True if the model's file is known to have a chat template with tools; False if it hangs."""
+        with suppress(TimeoutError):
+            key = ("tools", definition.name, definition.revision)
+            return await self._reads.call(key, template_has_tools, self.path, definition)
+        return False
 
     async def problems(self) -> Problems:
         """Return the current reasons why files, or the whole folder, are unusable."""
@@ -327,9 +338,11 @@ class Folder:
 
     def _hang_error(self) -> FolderUnresponsive:
         if self._hangs or not self._has_files:
-            problem = "does not answer" if self._hangs else self._folder_problem
-            return FolderUnresponsive(f"the models folder {self.path.name!r} of the control plane {problem}")
+            return self._folder_error(self._folder_problem if not self._hangs else "does not answer")
         return FolderUnresponsive("the database with the model definitions does not answer")
+
+    def _folder_error(self, problem: str) -> FolderUnresponsive:
+        return FolderUnresponsive(f"the models folder {self.path.name!r} of the control plane {problem}")
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
         """Read new and changed files; keep the results of the other files."""

@@ -305,10 +305,17 @@ def template_has_tools(folder: Path, definition: Definition) -> bool:
     try:
         if (record := files_at_source(folder, definition.files).get(str(path))) is not None:
             return record.has_tools
-        with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC and bool(tools_in_template(file.read(_MAX_TEMPLATE_OFFSET)))
+        status = os.stat(path)
+        return _file_has_tools(path, status.st_size, status.st_mtime_ns)
     except OSError:
         return False
+
+
+@lru_cache(maxsize=4096)
+def _file_has_tools(path: Path, size: int, changed_ns: int) -> bool:
+    """Search the template of a file, once for each size and time of change, as `_read_once`."""
+    with untrusted.open_file(path) as file:
+        return file.read(len(MAGIC)) == MAGIC and bool(tools_in_template(file.read(_MAX_TEMPLATE_OFFSET)))
 
 
 def tools_in_template(content: bytes) -> bool | None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from localai_cluster.kit import clock
-from nodes.definitions import rows
+from nodes.definitions import rows, sizes
 from nodes.definitions.files import Definition, UnusableDefinition, parse_file, read_definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.definitions.rows import StoredDefinition
@@ -457,3 +457,59 @@ def test_a_defect_of_ours_leaves_what_was_known(
         assert find(folder, "mini") is not None
     assert asyncio.run(folder.problems()).folder == "cannot be read: division by zero"
     assert len(caplog.messages) == 1, "logged once, not with every look"
+
+
+# Files of models
+
+
+def test_files_that_hang_take_no_thread_of_the_loop(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any caller of `/api/show` could take all threads that also read the database, one with each request."""
+    write("a.yaml", PLAIN)
+    folder, goes_on, calls = Folder(tmp_path), threading.Event(), list[str]()
+
+    def hang(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            goes_on.wait()
+
+        return call
+
+    for name in ("template_has_tools", "read_content"):
+        monkeypatch.setattr(f"nodes.definitions.folder.{name}", hang(name))
+
+    async def scenario() -> None:
+        definition = await folder.find("mini")
+        assert definition is not None
+        folder._reads.limit = 0.05
+        for _ in range(3):
+            assert not await folder.has_tools(definition)
+            with pytest.raises(FolderUnresponsive, match="does not answer"):
+                await folder.text("mini")
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        goes_on.set()
+    assert calls == ["template_has_tools", "read_content"]
+
+
+def test_the_template_of_a_file_is_read_once_and_never_from_a_fifo(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request read up to 64 MiB of the file; a FIFO had it wait for a writer."""
+    definition = read_definition(write("a.yaml", PLAIN))
+    find_template = Mock(return_value=True)
+    monkeypatch.setattr(sizes, "tools_in_template", find_template)
+    file = tmp_path / definition.model
+    for content in (b"GGUF", b"GGUF2"):
+        file.write_bytes(content)
+        find_template.reset_mock()
+        assert [sizes.template_has_tools(tmp_path, definition) for _ in range(2)] == [True, True]
+        find_template.assert_called_once()
+    file.unlink()
+    os.mkfifo(file)
+    with open(os.open(file, os.O_RDWR | os.O_NONBLOCK), "wb", buffering=0) as writer:
+        writer.write(b"GGUF")
+        assert not sizes.template_has_tools(tmp_path, definition)
