@@ -188,12 +188,11 @@ class Folder:
 
     async def file_lists(self, definitions: Sequence[Definition]) -> list[list[tuple[str, int]]]:
         """Return path and size of the files of each model; [] if the files cannot be read in time."""
-        call = untrusted.in_daemon_thread(
-            lambda: [files_of(self.path, definition) for definition in definitions]
-        )
-        if await untrusted.wait_until_done(call, timeout=self._limit):
-            with suppress(OSError):
-                return call.result()
+        key = ("files", *((definition.name, definition.revision) for definition in definitions))
+        with suppress(OSError):  # also a TimeoutError
+            return await self._reads.call(
+                key, lambda: [files_of(self.path, definition) for definition in definitions]
+            )
         return [[] for _ in definitions]
 
     async def total_sizes(self, definitions: Sequence[Definition]) -> list[int]:

@@ -2,7 +2,7 @@
 
 R2.42: only local files are read; nothing is requested over the network. An absent file has the size in the
 record of its import (`recorded_files.py`); without a record its size is unknown. An unresponsive folder costs
-a caller ten seconds (C37), and one thread per model, however often callers retry.
+a caller at most ten seconds (C37), and one thread per model, however often callers retry.
 """
 
 import logging
@@ -10,10 +10,8 @@ import os
 import re
 import stat
 import struct
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -29,6 +27,7 @@ from nodes.definitions.headers import (
     read_config,
     read_header,
 )
+from nodes.definitions.polls import SharedCalls
 from nodes.definitions.recorded_files import (
     RecordedFile,
     RecordedFiles,
@@ -256,37 +255,28 @@ class Sizes:
     """The sizes of the models' files in one folder. Thread-safe, and usable from several event loops."""
 
     def __init__(self, folder: Path, *, limit: float = MEASURE_LIMIT) -> None:
-        self._folder, self._limit = folder, limit
-        self._lock = threading.Lock()
-        self._running: dict[str, Future[ModelFiles]] = {}
+        self._folder, self._calls = folder, SharedCalls(limit)
 
     async def of(self, definition: Definition) -> ModelFiles:
         """Measure a model's files within the time limit; all sizes are 0 if the folder fails (R2.40)."""
-        with self._lock:
-            measurement = self._running.get(definition.name)
-            if measurement is None:
-                measurement = untrusted.start_daemon_thread(self._measure, definition)
-                self._running[definition.name] = measurement
-        if await untrusted.wait_until_done(measurement, timeout=self._limit):
-            return measurement.result()
-        logger.warning(
-            "The files of %s could not be measured within %g s; its need counts as unknown",
-            definition.name,
-            self._limit,
-        )
-        return ModelFiles()
-
-    def _measure(self, measurement: "Future[ModelFiles]", definition: Definition) -> None:
-        files = ModelFiles()
         try:
-            files = measure(self._folder, definition)
+            return await self._calls.call(definition.name, self._measure, definition)
+        except TimeoutError:
+            logger.warning(
+                "The files of %s could not be measured within %g s; its need counts as unknown",
+                definition.name,
+                self._calls.limit,
+            )
+            return ModelFiles()
+
+    def _measure(self, definition: Definition) -> ModelFiles:
+        try:
+            return measure(self._folder, definition)
         except Exception:
             logger.exception(
                 "The files of %s cannot be measured; its need counts as unknown", definition.name
             )
-        with self._lock:
-            del self._running[definition.name]
-        measurement.set_result(files)
+            return ModelFiles()
 
 
 _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)

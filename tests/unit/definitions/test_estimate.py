@@ -380,7 +380,7 @@ def test_a_folder_that_hangs_costs_one_thread_and_the_time_limit(
     async def scenario() -> ModelFiles:
         for _ in range(3):
             assert await measured.of(defined("m")) == ModelFiles()
-        measured._limit = 60
+        measured._calls.limit = 60
         last = asyncio.create_task(measured.of(defined("m")))
         await asyncio.sleep(0)
         goes_on.set()

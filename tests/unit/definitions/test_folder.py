@@ -465,7 +465,10 @@ def test_a_defect_of_ours_leaves_what_was_known(
 def test_files_that_hang_take_no_thread_of_the_loop(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any caller of `/api/show` could take all threads that also read the database, one with each request."""
+    """Any caller of `/api/show` could take all threads that also read the database, one with each request.
+
+    However often files are asked for, one thread for each waits.
+    """
     write("a.yaml", PLAIN)
     folder, goes_on, calls = Folder(tmp_path), threading.Event(), list[str]()
 
@@ -476,7 +479,7 @@ def test_files_that_hang_take_no_thread_of_the_loop(
 
         return call
 
-    for name in ("template_has_tools", "read_content"):
+    for name in ("template_has_tools", "read_content", "files_of"):
         monkeypatch.setattr(f"nodes.definitions.folder.{name}", hang(name))
 
     async def scenario() -> None:
@@ -487,12 +490,13 @@ def test_files_that_hang_take_no_thread_of_the_loop(
             assert not await folder.has_tools(definition)
             with pytest.raises(FolderUnresponsive, match="does not answer"):
                 await folder.text("mini")
+            assert await folder.file_lists([definition]) == [[]]
 
     try:
         asyncio.run(asyncio.wait_for(scenario(), 60))
     finally:
         goes_on.set()
-    assert calls == ["template_has_tools", "read_content"]
+    assert calls == ["template_has_tools", "read_content", "files_of"]
 
 
 def test_the_template_of_a_file_is_read_once_and_never_from_a_fifo(
