@@ -206,6 +206,8 @@ def start_daemon_thread(
 
 async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
     """Wait until the call has ended; return False if it has not ended within `timeout` seconds."""
+    if timeout <= 0:  # a call that hangs would keep every waiter
+        return call.done()
     waiter = asyncio.wrap_future(call)
     try:
         await asyncio.wait([waiter], timeout=timeout)

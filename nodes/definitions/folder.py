@@ -6,7 +6,8 @@ disabled row defines nothing. The folder is scanned at most once per second, and
 time are read again. Rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a
 known name waits for the read after a NOTIFY, but not for the regular polls. An unusable file or row is logged
 once with its reason and stays in `problems` until it is removed or repaired. It does not affect other
-definitions.
+definitions. While the folder cannot be listed, or a file's status cannot be read, the definitions that were
+read before stay in force.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
 blocks neither the event loop nor the process. Definitions that were read before stay in use. Every other
@@ -18,7 +19,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -36,6 +36,7 @@ from nodes.definitions.files import (
     read_content,
     read_definition,
 )
+from nodes.definitions.polls import Poll, SharedCalls
 from nodes.definitions.recorded_files import LACKS_MARKER, MARKER
 from nodes.definitions.rows import StoredDefinition
 from nodes.definitions.sizes import Sizes, files_of, template_has_tools
@@ -54,12 +55,13 @@ MAX_FILES = 4096
 _FILE_SUFFIXES = (".yaml", ".yml")
 
 _Stamp = tuple[int, int, int]
+_NO_STAMP = (0, 0, 0)
 _Files = dict[str, tuple[_Stamp, Definition | UnusableDefinition]]
 ReadRows = Callable[[rows.Rows], dict[UUID, StoredDefinition]]
 
 
 class FolderUnresponsive(Unavailable):
-    """The models folder, or the database with the stored definitions, does not answer."""
+    """The models folder, or the database with the stored definitions, does not answer or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -71,72 +73,6 @@ class Problems:
 
     def __bool__(self) -> bool:
         return bool(self.folder or self.files)
-
-
-class _Poll:
-    """A function that may hang, run on its own thread, one call at a time. The function must not raise."""
-
-    def __init__(self, read: Callable[[], None], monotonic: Callable[[], float], limit: float) -> None:
-        self._read, self._monotonic, self._limit = read, monotonic, limit
-        self._lock = threading.Lock()
-        self._call: Future[None] | None = None
-        self._began_at = 0.0
-        self._read_at = float("-inf")
-        self._changes = self._changes_read = 0
-        """Number of announced changes, and how many of them the last call has read."""
-
-    def announce_change(self) -> None:
-        """Make the next `wait` call the function, even if a call has already begun."""
-        with self._lock:
-            self._changes += 1
-
-    def begin(self, interval: float) -> "Future[None] | None":
-        """Return the running call or begin a new one; None if the last call is recent enough."""
-        with self._lock:
-            now = self._monotonic()
-            if now - self._read_at < interval and self._changes_read == self._changes:
-                return None
-            if self._call is None:
-                self._began_at = now
-                self._call = untrusted.start_daemon_thread(self._run, now, self._changes)
-            return self._call
-
-    async def request_call(self, interval: float) -> None:
-        """Make the next `wait` call the function `interval` seconds after its last call; callers share it."""
-        latest = self._began_at
-        await asyncio.sleep(max(latest + interval - self._monotonic(), 0))
-        if self._began_at == latest:
-            self.announce_change()
-
-    def has_changes(self) -> bool:
-        """Return True if a change was announced and no call has begun since."""
-        with self._lock:
-            return self._changes_read != self._changes
-
-    def is_overdue(self) -> bool:
-        """Return True if the running call has exceeded its limit."""
-        with self._lock:
-            return self._call is not None and self._monotonic() - self._began_at > self._limit
-
-    async def wait(self, interval: float) -> bool:
-        """Call the function unless its last call is recent; return False if the call takes too long."""
-        return await self.finish(self.begin(interval))
-
-    async def finish(self, call: "Future[None] | None") -> bool:
-        """Wait for the call and, if a change was announced after it had begun, for another call."""
-        changes = self._changes
-        while call is not None:
-            limit = max(self._began_at + self._limit - self._monotonic(), 0)
-            if not await untrusted.wait_until_done(call, timeout=limit):
-                return False
-            call = None if self._changes_read >= changes else self.begin(0.0)
-        return True
-
-    def _run(self, call: "Future[None]", began_at: float, changes: int) -> None:
-        self._read()
-        with self._lock:
-            self._read_at, self._changes_read, self._call = began_at, changes, None
-        call.set_result(None)
 
 
 class Folder:
@@ -153,16 +89,17 @@ class Folder:
         self.sizes = Sizes(path)
         self.path, self._limit = path, limit
         self._lock = threading.Lock()
-        self._scans = _Poll(self._scan_folder, monotonic, limit)
+        self._reads = SharedCalls(limit)
+        self._scans = Poll(self._scan_folder, monotonic, limit)
         self._files: _Files = {}
         self._has_files, self._has_marker = False, True
         self._read_rows = read_rows
-        self._row_polls = _Poll(self._poll_rows, monotonic, limit)
+        self._row_polls = Poll(self._poll_rows, monotonic, limit)
         self._rows: rows.Rows | None = None if read_rows is not None else {}
         self._by_name: Mapping[str, Definition] = {}
         self._file_names: Mapping[str, str] = {}
         """The files that define a model, or did before they became unusable, by its name."""
-        self._size_polls = _Poll(self._measure, monotonic, limit)
+        self._size_polls = Poll(self._measure, monotonic, limit)
         self._total_sizes: Mapping[str, int] = {}
         self._folder_problem, self._problems = "", Problems()
         self._hangs = self._rows_hang = False
@@ -218,13 +155,20 @@ class Folder:
         }
 
     async def text(self, name: str) -> str | None:
-        """Return the YAML that defines the model; None if there is none. Raise UnusableDefinition."""
+        """Return the YAML that defines the model; None if there is none.
+
+        Raises UnusableDefinition, and FolderUnresponsive if the file cannot be read in time.
+        """
         definition = await self.find(name)
         if definition is None:
             return None
         if definition.source.startswith(rows.SOURCE_PREFIX):
             return await asyncio.wrap_future(untrusted.in_daemon_thread(rows.read_text, name))
-        content = await asyncio.to_thread(read_content, self.path / definition.source)
+        key = ("text", definition.source, definition.revision)
+        try:
+            content = await self._reads.call(key, read_content, self.path / definition.source)
+        except TimeoutError as error:
+            raise self._folder_error("does not answer") from error
         return content.decode("utf-8", "replace")
 
     async def document(self, name: str) -> Any:
@@ -241,12 +185,11 @@ class Folder:
 
     async def file_lists(self, definitions: Sequence[Definition]) -> list[list[tuple[str, int]]]:
         """Return path and size of the files of each model; [] if the files cannot be read in time."""
-        call = untrusted.in_daemon_thread(
-            lambda: [files_of(self.path, definition) for definition in definitions]
-        )
-        if await untrusted.wait_until_done(call, timeout=self._limit):
-            with suppress(OSError):
-                return call.result()
+        key = ("files", *((definition.name, definition.revision) for definition in definitions))
+        with suppress(OSError):  # also a TimeoutError
+            return await self._reads.call(
+                key, lambda: [files_of(self.path, definition) for definition in definitions]
+            )
         return [[] for _ in definitions]
 
     async def total_sizes(self, definitions: Sequence[Definition]) -> list[int]:
@@ -265,8 +208,11 @@ class Folder:
         self._total_sizes = sizes
 
     async def has_tools(self, definition: Definition) -> bool:
-        """Return True if the model's file is known to have a chat template with tools."""
-        return await asyncio.to_thread(template_has_tools, self.path, definition)
+        """Return True if the model's file is known to have a chat template with tools; False if it hangs."""
+        with suppress(TimeoutError):
+            key = ("tools", definition.name, definition.revision)
+            return await self._reads.call(key, template_has_tools, self.path, definition)
+        return False
 
     async def problems(self) -> Problems:
         """Return the current reasons why files, or the whole folder, are unusable."""
@@ -275,9 +221,9 @@ class Folder:
         return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
     async def unreadable_files(self) -> frozenset[str] | None:
-        """Return the sources of unusable definitions; None if the folder or the rows cannot be read."""
+        """Return the sources of unusable definitions; None if the folder or the rows are not fully known."""
         problems = await self.problems()
-        if self._hangs or self._rows is None or (problems.folder and not self._files):
+        if self._hangs or self._rows is None or problems.folder:
             return None
         names = (name for name, (_, content) in self._files.items() if _is_unusable(content))
         return frozenset(names) | {
@@ -319,17 +265,18 @@ class Folder:
         """Scan the folder once. Runs in its own thread."""
         try:
             stamps, problem = self._read_stamps()
-            files, has_marker = self._read_files(stamps), os.path.lexists(self.path / MARKER)
+            files = None if stamps is None else self._read_files(stamps)
+            has_marker = os.path.lexists(self.path / MARKER)
             with self._lock:
-                self._files, self._has_files, self._folder_problem = files, True, problem
-                self._has_marker = has_marker
+                if files is not None:
+                    self._files, self._has_files, self._has_marker = files, True, has_marker
+                self._folder_problem = problem
                 self._merge()
             if self._hangs:
                 self._hangs = False
                 logger.warning("The models folder %s answers again", self.path)
         except Exception as error:
             with self._lock:
-                self._has_files = True
                 self._folder_problem = _make_displayable(f"cannot be read: {untrusted.yaml_reason(error)}")
                 self._report(Problems(self._folder_problem), error)
 
@@ -385,10 +332,11 @@ class Folder:
 
     def _hang_error(self) -> FolderUnresponsive:
         if self._hangs or not self._has_files:
-            subject = f"the models folder {self.path.name!r} of the control plane"
-        else:
-            subject = "the database with the model definitions"
-        return FolderUnresponsive(f"{subject} does not answer")
+            return self._folder_error(self._folder_problem if not self._hangs else "does not answer")
+        return FolderUnresponsive("the database with the model definitions does not answer")
+
+    def _folder_error(self, problem: str) -> FolderUnresponsive:
+        return FolderUnresponsive(f"the models folder {self.path.name!r} of the control plane {problem}")
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
         """Read new and changed files; keep the results of the other files."""
@@ -408,19 +356,30 @@ class Folder:
                 files[name] = stamp, error
         return files
 
-    def _read_stamps(self) -> tuple[dict[str, _Stamp], str]:
-        """Return a stamp for each definition file, and the folder's problem ("" if none)."""
+    def _read_stamps(self) -> tuple[dict[str, _Stamp] | None, str]:
+        """Return a stamp for each definition file, and the folder's problem ("" if none).
+
+        None instead of the stamps if the folder cannot be listed. One that has never existed has no files.
+        """
         try:
             with os.scandir(self.path) as entries:
                 listed = sorted(entry.name for entry in entries if entry.name.endswith(_FILE_SUFFIXES))
         except OSError as error:
-            return {}, _make_displayable(f"cannot be listed: {error.strerror}")
+            has_no_files = isinstance(error, FileNotFoundError) and not self._has_files
+            return {} if has_no_files else None, _make_displayable(f"cannot be listed: {error.strerror}")
         problem = ""
         if len(listed) > MAX_FILES:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
         stamps: dict[str, _Stamp] = {}
         for name in listed[:MAX_FILES]:
-            if (status := _stat_file(self.path / name)) is not None:
+            try:
+                status = _stat_file(self.path / name)
+            except OSError as error:  # not removed: what is known of it stays in use
+                shown = _displayable_name(name)
+                problem = f"has files that cannot be examined, such as {shown}: {error.strerror}"
+                stamps[name] = self._files[name][0] if name in self._files else _NO_STAMP
+                continue
+            if status is not None:
                 stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
         return stamps, problem
 
@@ -447,11 +406,16 @@ def _is_unusable(content: Definition | UnusableDefinition) -> bool:
 
 
 def _stat_file(path: Path) -> os.stat_result | None:
-    """Return the file's status (of a broken link the link's own); None if the file has been removed."""
-    for stat in (path.stat, path.lstat):
-        with suppress(OSError):
-            return stat()
-    return None
+    """Return the file's status (of a broken link the link's own); None if the file has been removed.
+
+    Raises OSError.
+    """
+    with suppress(OSError):
+        return path.stat()
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
 
 
 def _index_definitions(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:

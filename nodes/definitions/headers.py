@@ -10,6 +10,7 @@ import io
 import json
 import os
 import struct
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,8 @@ class Header:
 
 MAX_TEXTS = 2_000_000
 """Maximum number of texts in all lists; the largest vocabularies with merges have a quarter of it."""
+MAX_HEADER_BYTES = 256 * 1024 * 1024
+"""Bytes from the beginning of the file up to the last value; the largest vocabularies have a tenth of it."""
 MAX_KEYS = 10_000
 MAX_TENSORS = 10_000
 MAX_KEY_LENGTH = 256
@@ -160,12 +163,14 @@ class _GgufReader:
         size.
         """
         rows = []
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Equal shapes are stored once, as are names of all files, because many headers are kept."""
         for _ in range(count):
-            name, dimensions = self._name(), self._integer(4)
+            name, dimensions = sys.intern(self._name()), self._integer(4)
             if dimensions > 4:
                 raise UnreadableHeader(f"the tensor {name[:64]!r} has {dimensions} dimensions")
             shape = tuple(self._integer(10) for _ in range(dimensions))
-            rows.append((name, shape, self._integer(4), self._integer(10)))
+            rows.append((name, shapes.setdefault(shape, shape), self._integer(4), self._integer(10)))
         step = alignment if isinstance(alignment, int) and alignment > 0 else _DEFAULT_ALIGNMENT
         position = self._file.tell()
         data = self._end - min(-(-position // step) * step, self._end)
@@ -248,6 +253,11 @@ class _GgufReader:
         if length > self._end - self._file.tell():
             raise UnreadableHeader("a value is longer than the file")
         self._file.seek(length, os.SEEK_CUR)
+        self._check_length()
+
+    def _check_length(self) -> None:
+        if self._file.tell() > MAX_HEADER_BYTES:
+            raise UnreadableHeader(f"its header has more than {MAX_HEADER_BYTES} bytes")
 
 
 def _within(figure: int) -> int | None:
@@ -292,8 +302,9 @@ def parse_json(content: bytes) -> Any:
     if problem:
         raise UnreadableHeader(f"it is {problem}")
     try:
-        return json.loads(content)
-    except ValueError as error:
+        # Bytes would also be read as UTF-16 or UTF-32, in which `json_problem` finds no strings.
+        return json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise UnreadableHeader("it is not JSON") from error
 
 

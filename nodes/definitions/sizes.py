@@ -2,7 +2,7 @@
 
 R2.42: only local files are read; nothing is requested over the network. An absent file has the size in the
 record of its import (`recorded_files.py`); without a record its size is unknown. An unresponsive folder costs
-a caller ten seconds (C37), and one thread per model, however often callers retry.
+a caller at most ten seconds (C37), and one thread per model, however often callers retry.
 """
 
 import logging
@@ -10,10 +10,8 @@ import os
 import re
 import stat
 import struct
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -29,6 +27,7 @@ from nodes.definitions.headers import (
     read_config,
     read_header,
 )
+from nodes.definitions.polls import SharedCalls
 from nodes.definitions.recorded_files import (
     RecordedFile,
     RecordedFiles,
@@ -160,12 +159,12 @@ def _files_in_folder(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the paths of all shards of a sharded model's file; [path] for any other file."""
-    if (shard := _SHARD_PATTERN.fullmatch(path.name)) is None:
+    """Return the paths of all shards of a sharded model, [path] for any other file; `path` is one."""
+    shard = _SHARD_PATTERN.fullmatch(path.name)
+    if shard is None or not 1 <= int(shard["number"]) <= int(shard["count"]) <= _MAX_SHARDS:
         return [path]
     stem, count, suffix = shard["stem"], shard["count"], shard["suffix"]
-    numbers = range(1, min(int(count), _MAX_SHARDS) + 1)
-    return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in numbers]
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
 
 
 def shards_and_sidecar(path: Path) -> list[Path]:
@@ -231,9 +230,6 @@ def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | No
             header = _read_once(name, status.st_size, status.st_mtime_ns)
         except FileNotFoundError:
             return None
-        except UnreadableHeader as error:
-            logger.warning("The header of %s is refused: %s", name, error)
-            return None
         if header is None:
             return None
         headers.append(header)
@@ -245,48 +241,46 @@ def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | No
     return replace(headers[0], tensors=tuple(tensor for header in headers for tensor in header.tensors))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _read_once(name: str, size: int, changed_ns: int) -> Header | None:
-    """Read the header of a file, once for each size and time of change, which are part of the cache key."""
+    """Read the header of a file; None if it has none or is refused.
+
+    Each file is read once for each size and time of change, which are part of the cache key.
+    """
     path = Path(name)
-    return read_config(path) if path.suffix == ".json" else read_header(path)
+    try:
+        return read_config(path) if path.suffix == ".json" else read_header(path)
+    except UnreadableHeader as error:
+        logger.warning("The header of %s is refused: %s", name, error)
+        return None
 
 
 class Sizes:
     """The sizes of the models' files in one folder. Thread-safe, and usable from several event loops."""
 
     def __init__(self, folder: Path, *, limit: float = MEASURE_LIMIT) -> None:
-        self._folder, self._limit = folder, limit
-        self._lock = threading.Lock()
-        self._running: dict[str, Future[ModelFiles]] = {}
+        self._folder, self._calls = folder, SharedCalls(limit)
 
     async def of(self, definition: Definition) -> ModelFiles:
         """Measure a model's files within the time limit; all sizes are 0 if the folder fails (R2.40)."""
-        with self._lock:
-            measurement = self._running.get(definition.name)
-            if measurement is None:
-                measurement = untrusted.start_daemon_thread(self._measure, definition)
-                self._running[definition.name] = measurement
-        if await untrusted.wait_until_done(measurement, timeout=self._limit):
-            return measurement.result()
-        logger.warning(
-            "The files of %s could not be measured within %g s; its need counts as unknown",
-            definition.name,
-            self._limit,
-        )
-        return ModelFiles()
-
-    def _measure(self, measurement: "Future[ModelFiles]", definition: Definition) -> None:
-        files = ModelFiles()
         try:
-            files = measure(self._folder, definition)
+            return await self._calls.call(definition.name, self._measure, definition)
+        except TimeoutError:
+            logger.warning(
+                "The files of %s could not be measured within %g s; its need counts as unknown",
+                definition.name,
+                self._calls.limit,
+            )
+            return ModelFiles()
+
+    def _measure(self, definition: Definition) -> ModelFiles:
+        try:
+            return measure(self._folder, definition)
         except Exception:
             logger.exception(
                 "The files of %s cannot be measured; its need counts as unknown", definition.name
             )
-        with self._lock:
-            del self._running[definition.name]
-        measurement.set_result(files)
+            return ModelFiles()
 
 
 _TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)
@@ -305,10 +299,17 @@ def template_has_tools(folder: Path, definition: Definition) -> bool:
     try:
         if (record := files_at_source(folder, definition.files).get(str(path))) is not None:
             return record.has_tools
-        with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC and bool(tools_in_template(file.read(_MAX_TEMPLATE_OFFSET)))
+        status = os.stat(path)
+        return _file_has_tools(path, status.st_size, status.st_mtime_ns)
     except OSError:
         return False
+
+
+@lru_cache(maxsize=4096)
+def _file_has_tools(path: Path, size: int, changed_ns: int) -> bool:
+    """Search the template of a file, once for each size and time of change, as `_read_once`."""
+    with untrusted.open_file(path) as file:
+        return file.read(len(MAGIC)) == MAGIC and bool(tools_in_template(file.read(_MAX_TEMPLATE_OFFSET)))
 
 
 def tools_in_template(content: bytes) -> bool | None:

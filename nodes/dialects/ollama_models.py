@@ -29,6 +29,7 @@ from nodes.gateway.endpoint import confirm
 from nodes.gateway.gateway import ModelNotFound, find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import definition_removal
+from nodes.loading.files_in_use import in_folder_thread
 from nodes.models import DefinitionOrigin
 from operations.ledger.admission import Admission
 from operations.models import Status
@@ -167,7 +168,7 @@ async def _base_text(base: str, name: str) -> str:
     try:
         definition = await find_definition(base)
     except ModelNotFound:
-        relative = await asyncio.to_thread(_find_file, base) or await _recorded_path(base)
+        relative = await in_folder_thread(_find_file, base) or await _recorded_path(base)
         if relative is None:
             raise
         model = {"name": name, "backend": FILE_BACKEND, "parameters": {"model": relative}}

@@ -8,10 +8,11 @@ target of a link. The opposite never happens: while a definition cannot be used,
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from localai_cluster.kit import conf, untrusted
 from nodes.definitions import sizes
@@ -26,6 +27,9 @@ IMPORT = "model_import"
 """Kind of the operation that fetches the files of a model."""
 ANSWER_WITHIN = 60.0
 """Seconds that one call into the models folder may take."""
+MAX_OVERDUE_CALLS = 32
+"""Number of overdue calls from which on further ones are refused at once: each keeps a thread."""
+_overdue_calls: set[Future[Any]] = set()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,10 +83,13 @@ async def read_files_in_use() -> FilesInUse:
 
 async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run the function in its own thread. Raise FolderUnresponsive after `ANSWER_WITHIN` seconds."""
-    call = untrusted.in_daemon_thread(function, *args, **kwargs)
-    if not await untrusted.wait_until_done(call, timeout=ANSWER_WITHIN):
-        raise FolderUnresponsive("the models folder does not answer")
-    return call.result()
+    if len(_overdue_calls) < MAX_OVERDUE_CALLS:
+        call = untrusted.in_daemon_thread(function, *args, **kwargs)
+        if await untrusted.wait_until_done(call, timeout=ANSWER_WITHIN):
+            return call.result()
+        _overdue_calls.add(call)
+        call.add_done_callback(_overdue_calls.discard)
+    raise FolderUnresponsive("the models folder does not answer")
 
 
 def paths_of_active_imports() -> set[str]:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from nodes.definitions import headers, sizes
 from nodes.definitions.files import Definition, parse_definition
 from nodes.definitions.headers import Header, Tensor, UnreadableHeader, read_config, read_header
 from nodes.definitions.sizes import ModelFiles, Sizes, measure, with_file_paths
+from nodes.loading.files_in_use import FilesInUse
 from nodes.placement import fit, memory
 
 GIB = 2**30
@@ -228,6 +230,24 @@ def test_a_header_that_is_refused_leaves_the_size(tmp_path: Path, caplog: pytest
     assert "m.gguf is refused: it has 9223372036854775808 tensors" in caplog.text
 
 
+def test_a_header_that_goes_on_and_on_is_refused_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A list of long texts had us read the whole file, again for each decision."""
+    with open(tmp_path / "m.gguf", "wb") as file:
+        file.write(made_of(pair("tokens", 9, struct.pack("<IQ", 8, 300))))
+        for _ in range(300):
+            file.write(struct.pack("<Q", 1024 * 1024))
+            file.seek(1024 * 1024, os.SEEK_CUR)
+        file.write(bytes(8))
+    read = Mock(wraps=read_header)
+    monkeypatch.setattr(sizes, "read_header", read)
+    for _ in range(2):
+        assert measure(tmp_path, defined("m.gguf")).header is None
+    read.assert_called_once()
+    assert caplog.text.count("m.gguf is refused: its header has more than 268435456 bytes") == 1
+
+
 CONFIG = {
     "model_type": "qwen3",
     "num_hidden_layers": 4,
@@ -274,6 +294,15 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UnreadableHeader, match="it is"):
         read_config(tmp_path / "config.json")
+
+
+def test_a_config_in_another_encoding_hides_no_depth() -> None:
+    """In UTF-16 the limit of the depth took an escaped quote for the end of a string."""
+    content = '["\\"", ' + "[" * 9000 + "]" * 9001
+    for encoding in ("utf-8", "utf-16", "utf-16-le", "utf-32"):
+        with pytest.raises(UnreadableHeader, match="it is"):
+            headers.parse_json(content.encode(encoding))
+    assert headers.parse_json('["\\""]'.encode("utf-8-sig")) == ['"']
 
 
 @pytest.mark.rule("R2.37", "C38", "T-DSK-1", "T-DSK-2", "T-DSK-13")
@@ -331,6 +360,15 @@ def test_shards_and_variants(tmp_path: Path) -> None:
     assert measure(tmp_path, defined("plain")) == ModelFiles(11, 18)
 
 
+@pytest.mark.parametrize("name", ["x-00001-of-00000.gguf", "x-00007-of-00003.gguf", "x-01001-of-01200.gguf"])
+def test_a_file_with_an_impossible_number_is_no_shard(tmp_path: Path, name: str) -> None:
+    """It was none of its own shards: it counted as unused, so it could be deleted, and had no size."""
+    put(tmp_path, name, 10)
+    assert sizes.shards(tmp_path / name) == [tmp_path / name]
+    assert measure(tmp_path, defined(name)) == ModelFiles(10, 10)
+    assert FilesInUse.of(tmp_path, [defined(name)]).has(str(tmp_path / name))
+
+
 def test_only_so_many_files_of_a_folder_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         put(tmp_path, f"many/{number}.bin", 10)
@@ -347,6 +385,18 @@ def test_a_gguf_of_the_folder_is_read(tmp_path: Path) -> None:
     assert found == ModelFiles(len(content), len(content), found.header)
     assert found.header.figures == FIGURES
     assert measure(tmp_path, defined("m.gguf")).header is found.header, "it is read once"
+
+
+def test_headers_of_many_models_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 65 files on, each request of the page of models read them all again."""
+    read = Mock(wraps=read_header)
+    monkeypatch.setattr(sizes, "read_header", read)
+    for number in range(80):
+        (tmp_path / f"{number}.gguf").write_bytes(made_of(*figures(FIGURES)))
+    for _ in range(2):
+        for number in range(80):
+            assert measure(tmp_path, defined(f"{number}.gguf")).header is not None
+    assert read.call_count == 80
 
 
 @pytest.mark.rule("R2.41")
@@ -380,7 +430,7 @@ def test_a_folder_that_hangs_costs_one_thread_and_the_time_limit(
     async def scenario() -> ModelFiles:
         for _ in range(3):
             assert await measured.of(defined("m")) == ModelFiles()
-        measured._limit = 60
+        measured._calls.limit = 60
         last = asyncio.create_task(measured.of(defined("m")))
         await asyncio.sleep(0)
         goes_on.set()
