@@ -380,8 +380,6 @@ def text_of(value: Any) -> str:
     """Return a text or number as text without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""
-    if isinstance(value, int) and not untrusted.can_format(value):
-        return ""
     return str(value)[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
 
 

@@ -147,6 +147,7 @@ class CallBatcher(Generic[T, R]):
     async def _call_items(self, calls: Sequence[tuple[T, "asyncio.Future[R]"]]) -> None:
         try:
             results = await self._call([item for item, _ in calls])
+            pairs = list(zip(calls, results, strict=True))
         except self._one_by_one as error:
             if len(calls) == 1:
                 _set_error(calls[0][1], error)
@@ -157,7 +158,7 @@ class CallBatcher(Generic[T, R]):
             for _, result in calls:
                 _set_error(result, error)
         else:
-            for (_, result), value in zip(calls, results, strict=True):
+            for (_, result), value in pairs:
                 if not result.done():  # the caller may have been cancelled
                     result.set_result(value)
 

@@ -218,6 +218,12 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
 
 MAX_YAML_VALUES = 100_000
 """Maximum number of values in one text, counting each copy that a merge (`<<`) makes."""
+MAX_NUMBER_LENGTH = 1024
+"""Maximum characters of a number.
+
+Python formats each whole number that fits. PyYAML builds one to base 60 (`1:30:00`) in quadratic time.
+"""
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _LOADER_BASES: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
@@ -250,9 +256,11 @@ class BoundedLoader(*_LOADER_BASES):  # type: ignore[misc]
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """Convert one YAML node to a Python value.
 
-        Raise YAMLError for a value that Python cannot represent.
+        Raise YAMLError for a value that Python cannot represent, and for a number that is too long.
         """
         try:
+            if node.tag in _NUMBER_TAGS and len(self.construct_scalar(node)) > MAX_NUMBER_LENGTH:
+                raise yaml.constructor.ConstructorError(None, None, "a number is too long", node.start_mark)
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
@@ -274,28 +282,9 @@ class BoundedLoader(*_LOADER_BASES):  # type: ignore[misc]
 
 
 class PlainLoader(BoundedLoader):
-    """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes.
-
-    Its whole numbers can be written again.
-    """
+    """Loader of bounded YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
     accepts_aliases = False
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Convert one YAML node. Raise YAMLError also for a whole number that Python refuses to format."""
-        value = super().construct_object(node, deep)
-        if isinstance(value, int) and not can_format(value):
-            raise yaml.constructor.ConstructorError(None, None, "a number is too long", node.start_mark)
-        return value
-
-
-MAX_NUMBER_BITS = 1024
-"""Maximum bits of a whole number that is converted to text, such as a version."""
-
-
-def can_format(number: int) -> bool:
-    """Return True for a whole number of at most `MAX_NUMBER_BITS`: Python formats no much longer one."""
-    return number.bit_length() <= MAX_NUMBER_BITS
 
 
 def _merged_mappings(node: Any) -> list[Any]:

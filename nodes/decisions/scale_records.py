@@ -118,7 +118,7 @@ def _rule_facts(fleet: Fleet, model: str, rule: DesiredState) -> dict[str, Any]:
         "loads": fleet.loads.get(model, 0),
         "waiting": fleet.waiting.get(model, 0),
         "pinned": tuple(sorted(map(str, fleet.pinned.get(model, ())))),
-        "failures": (failure.at, failure.error) if failure else None,
+        "failures": (failure.at, failure.error, failure.seq) if failure else None,
         "defined": fleet.defined is None or model in fleet.defined,
         "revisions": fleet.revisions.get(model),
         "pressed": fleet.pressed.get(model, 0),
@@ -133,7 +133,11 @@ def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime
     if not facts:
         return None
     labels = state.get("labels of hosts", {})
-    failure, revision = facts.get("failures"), facts.get("revisions")
+    failure, revision, demand = facts.get("failures"), facts.get("revisions"), dict(facts["demand"])
+    if failure and "looked_at" in demand:  # an entry of an earlier version, which compared times
+        checked_at = demand["looked_at"]
+        is_new = checked_at and datetime.fromisoformat(failure[0]) > datetime.fromisoformat(checked_at)
+        failure, demand["failure_seq"] = (*failure, int(bool(is_new))), 0
     fleet = {
         "hosts": [
             {"id": id, "name": name, "labels": dict(labels.get(id, ())), "slots": slots}
@@ -143,13 +147,13 @@ def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime
             {"model": model, **dict(zip(_REPLICA_FIELDS, row, strict=False))}
             for row in state.get(f"replicas/{model}", {}).values()
         ],
-        "failures": {model: dict(zip(("at", "error"), failure, strict=True))} if failure else {},
+        "failures": {model: dict(zip(("at", "error", "seq"), failure, strict=True))} if failure else {},
         "defined": [model] if facts.get("defined", True) else [],
         "revisions": {model: revision} if revision is not None else {},
         "replacing": dict(facts.get("replacing", ())),
         **{name: {model: facts[name]} for name in ("loads", "waiting", "pinned", "pressed") if name in facts},
     }
     selector = None if facts["selector"] is None else dict(facts["selector"])
-    rule = {**dict(facts["demand"]), "model": model, "selector": selector}
+    rule = {**demand, "model": model, "selector": selector}
     now = datetime.fromisoformat(facts["now"])
     return msgspec.convert(fleet, Fleet), msgspec.convert(rule, DesiredState), now, facts["tick"]

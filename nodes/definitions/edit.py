@@ -6,6 +6,7 @@ comments. A text of more than `MAX_EDITED_LENGTH` bytes is also written anew, be
 """
 
 import io
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -19,8 +20,8 @@ from localai_cluster.kit import names
 from localai_cluster.kit.errors import InvalidInput
 from nodes.definitions.files import TEMPLATES, Definition, UnusableDefinition, load_document
 
-PARALLEL_OPTIONS = ("parallel", "n_parallel")
-"""Names under which an entry of `options` sets the number of parallel requests of an engine."""
+MAX_PARALLEL = 1024
+"""Maximum number of parallel requests in the form; an entry with another number is one of `options`."""
 MAX_OPTIONS = 200
 MAX_OPTION_LENGTH = 4096
 MAX_TEMPLATE_LENGTH = 65_536
@@ -36,11 +37,11 @@ def form_of(definition: Definition) -> dict[str, Any]:
     options, own = definition.options, []
     parallel = None
     for entry in options.get("Options", ()):
-        name, _, value = entry.partition(":")
-        if name.strip() in PARALLEL_OPTIONS and value.strip().isdecimal():
-            parallel = int(value)
-        else:
+        number = _parallel_of(entry)
+        if number is None:
             own.append(entry)
+        else:
+            parallel = number
     layers = options.get("NGPULayers")
     return {
         "context_size": options.get("ContextSize"),
@@ -54,6 +55,13 @@ def form_of(definition: Definition) -> dict[str, Any]:
 
 _ALL_LAYERS = 99_999_999
 """Number of layers on the GPU in a definition that states none (`files.py`)."""
+_PARALLEL_PATTERN = re.compile(r"\s*(?:n_)?parallel\s*:\s*(\d{1,4})\s*", re.ASCII)
+
+
+def _parallel_of(entry: object) -> int | None:
+    """Return the number of parallel requests that an entry of `options` sets; None for any other entry."""
+    match = _PARALLEL_PATTERN.fullmatch(entry) if isinstance(entry, str) else None
+    return int(match[1]) if match and 1 <= int(match[1]) <= MAX_PARALLEL else None
 
 
 def apply_changes(text: str, changes: Mapping[str, Any]) -> str:
@@ -83,7 +91,8 @@ def merge(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def _check_change(name: str, value: Any) -> None:
-    limits = {"context_size": 2**31 - 1, "parallel": 1024, "max_tokens": 2**31 - 1, "gpu_layers": 2**31 - 1}
+    limits = dict.fromkeys(("context_size", "max_tokens", "gpu_layers"), 2**31 - 1)
+    limits["parallel"] = MAX_PARALLEL
     if name not in FORM:
         raise _invalid(name[:64], f"is not a setting of the form: {', '.join(FORM)}")
     if value is None or (name == "gpu_layers" and value == "auto"):
@@ -164,16 +173,12 @@ def _set_template(document: Document, template: str) -> None:
 def _set_options(section: Document, changes: Mapping[str, Any]) -> None:
     stated = section.get("options")
     stated = stated if isinstance(stated, list) else []
-
-    def is_parallel(entry: object) -> bool:
-        return isinstance(entry, str) and entry.partition(":")[0].strip() in PARALLEL_OPTIONS
-
-    parallel = [str(entry) for entry in stated if is_parallel(entry)]
+    parallel = [str(entry) for entry in stated if _parallel_of(entry)]
     if "parallel" in changes:
         parallel = [f"parallel:{changes['parallel']}"] if changes["parallel"] is not None else []
-    own = [entry for entry in stated if not is_parallel(entry)]
+    own = [entry for entry in stated if not _parallel_of(entry)]
     if "options" in changes:
-        own = [_scalar(entry) for entry in changes["options"] or () if not is_parallel(entry)]
+        own = [_scalar(entry) for entry in changes["options"] or () if not _parallel_of(entry)]
     # The list itself stays: its comments belong to it.
     stated[:] = [*own, *parallel]
     if stated:

@@ -80,6 +80,11 @@ class ModelSchedulingConfig(models.Model):
     """Time of the last scale-up because of prefix pressure (R4.13). Earlier pressure no longer counts."""
     checked_at = models.DateTimeField(null=True, blank=True, editable=False)
     """Time of the last replica pass for this rule; null until a pass has processed its latest change."""
+    failure_seq = models.BigIntegerField(null=True, blank=True, editable=False)
+    """Number of the change (`Operation.seq`) that was the last failed load at that pass; 0 = there was none.
+
+    Only a failure with a greater number is counted (R4.23). Null as `checked_at`.
+    """
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 

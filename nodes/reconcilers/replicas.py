@@ -119,8 +119,7 @@ def observe(
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
     loads = load_request.active_loads(names)
     failed = Operation.objects.filter(UNDISMISSED_FAILURE, kind=KIND, element__in=names)
-    failed = failed.order_by("finished_at")
-    failures = failed.values_list("element", "finished_at", "error")
+    failures = failed.order_by("seq").values_list("element", "finished_at", "error", "seq")
     idle_since = Greatest("last_used", "last_released_at")
     rows = NodeModel.objects.filter(model_name__in=names).values_list(
         "id",
@@ -138,7 +137,9 @@ def observe(
         loads=loads.counts,
         waiting=loads.waiting,
         pinned=loads.pinned,
-        failures={model: Failure(at, error[:_MAX_ERROR_CHARACTERS]) for model, at, error in failures if at},
+        failures={
+            model: Failure(at, error[:_MAX_ERROR_CHARACTERS], seq) for model, at, error, seq in failures if at
+        },
         defined=None if revisions is None else frozenset(revisions),
         revisions=revisions or {},
         replacing=loads.replacing,

@@ -24,7 +24,7 @@ from nodes.scheduling.snapshot import (
 
 _RESULT_COLUMNS = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "checked_at",
-    "unsatisfiable_until", "unsatisfiable_ticks", "pressure_ended_at",
+    "unsatisfiable_until", "unsatisfiable_ticks", "pressure_ended_at", "failure_seq",
 ]  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def _desired_states(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState
             spread=row.spread_all,
             ticks=row.unsatisfiable_ticks,
             until=row.unsatisfiable_until,
-            looked_at=row.checked_at,
+            failure_seq=row.failure_seq,
             seen=row.current_replicas,
             changed_at=row.updated_at,
         )
@@ -81,6 +81,8 @@ def _apply_result(row: ModelSchedulingConfig, decision: RuleDecision, now: datet
     row.wanted_replicas, row.current_replicas = decision.wanted, decision.current
     row.loading_replicas, row.checked_at = decision.loading, now
     row.reason = decision.reason or row.reason
+    # If the last failure was dismissed, an earlier one is read, which has been counted.
+    row.failure_seq = max(row.failure_seq or 0, decision.failure_seq)
     for action in decision.actions:
         match action:
             case Unsatisfiable(_, ticks, until):

@@ -69,7 +69,7 @@ def plan(fleet: Fleet, rules: Iterable[DesiredState], now: datetime, *, tick: bo
         model_rows = rows[rule.model]
         loads_with_slot = sum(row.state in LOADING_STATES for row in model_rows)
         failure = fleet.failures.get(rule.model)
-        fresh = failure is not None and rule.looked_at is not None and failure.at > rule.looked_at
+        fresh = failure is not None and rule.failure_seq is not None and failure.seq > rule.failure_seq
         context = RuleContext(
             rule,
             eligible=eligible[key],
@@ -82,7 +82,7 @@ def plan(fleet: Fleet, rules: Iterable[DesiredState], now: datetime, *, tick: bo
             waiting=fleet.waiting.get(rule.model, 0),
             pinned=fleet.pinned.get(rule.model, frozenset()),
             failure=failure.error if failure and fresh else "",
-            failed_at=failure.at if failure else None,
+            last_failure=failure,
             defined=fleet.defined is None or rule.model in fleet.defined,
             revision=fleet.revisions.get(rule.model, ""),
             replacing={row.id: fleet.replacing[row.id] for row in model_rows if row.id in fleet.replacing},
@@ -133,7 +133,7 @@ def _add_replacements(
     """
     if any(isinstance(action, LoadReplica | RetireReplica) for action in decision.actions):
         return decision
-    is_paused = context.failed_at is not None and context.failed_at > now - COOLDOWN_DURATION
+    is_paused = context.last_failure is not None and context.last_failure.at > now - COOLDOWN_DURATION
     replacements = _evictions(context) or (_successors(context) if tick and not is_paused else [])
     if not replacements:
         return decision

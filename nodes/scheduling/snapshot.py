@@ -24,8 +24,11 @@ class DesiredState:
     """Number of consecutive unsuccessful ticks."""
     until: datetime | None = None
     """End of the cooldown; None if there is none."""
-    looked_at: datetime | None = None
-    """Time of the last pass that checked the rule."""
+    failure_seq: int | None = None
+    """`Failure.seq` of the last failed load when a pass checked the rule; 0 if there was none.
+
+    None until a pass has checked the rule.
+    """
     seen: int = 0
     """Number of replicas that served when the last pass checked the rule."""
     changed_at: datetime | None = None
@@ -70,6 +73,9 @@ class Failure:
 
     at: datetime
     error: str
+    seq: int
+    """Number of the change that ended the load. A later failure has a greater one, whatever the clocks of the
+    controllers."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,8 @@ class RuleDecision:
     reason: str
     """Empty if the reason of the previous pass still holds."""
     actions: tuple[Action, ...] = ()
+    failure_seq: int = 0
+    """`Failure.seq` of the model's last failed load; 0 = none."""
 
 
 LOADING_STATES = ("loading", "staging")
@@ -220,8 +228,8 @@ class RuleContext:
     """The nodes that running loads of the model are restricted to."""
     failure: str
     """Error of the model's last load if it failed after the last pass; otherwise empty."""
-    failed_at: datetime | None
-    """Time of the last failed load."""
+    last_failure: Failure | None
+    """The model's last failed load."""
     defined: bool
     revision: str
     """Current revision of the model's definition; empty if unknown."""
@@ -276,4 +284,5 @@ class RuleContext:
         removed = sum(isinstance(action, RetireReplica) for action in actions)
         removed += sum(row.id in self.replacing for row in self.serving)
         aim = max(self.required, len(self.serving) + self.loads + added - removed)
-        return RuleDecision(self.rule.model, aim, len(self.serving), self.loads, reason, actions)
+        failure_seq = self.last_failure.seq if self.last_failure else 0
+        return RuleDecision(self.rule.model, aim, len(self.serving), self.loads, reason, actions, failure_seq)

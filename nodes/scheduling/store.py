@@ -134,7 +134,7 @@ def set_rule(rule: Rule, now: datetime) -> Row:
             update_conflicts=True,
             unique_fields=["model_name"],
             # The result of a pass for the former rule does not apply to the new one.
-            update_fields=[*columns, "updated_at", "reason", "checked_at"],
+            update_fields=[*columns, "updated_at", "reason", "checked_at", "failure_seq"],
         )
         # That statement has locked the row: nobody has changed it since.
         (stored,) = serialize_rules(_rules_of(rule.model_name))

@@ -5,6 +5,7 @@ not use credentials of the machine that this process runs on. Only the host of t
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,9 @@ REQUEST_WITHIN = 60.0
 _PIECE_BYTES = 1024 * 1024
 _DEFAULT_REGION = "us-east-1"
 _NO_PROXY_URL = "http://no-proxy.invalid"
+_NO_RANGE_PATTERN = re.compile("non-2xx status code: 416 |Received non-partial response")
+"""Messages of the library if the object has no byte of the range (an empty one has none), or if the store
+ignores the range."""
 _AMAZON_DOMAINS = "amazonaws.com,amazonaws.com.cn"
 
 
@@ -55,8 +59,12 @@ def _make_store(settings: ClusterSettings, bucket: str) -> Any:
 
 
 async def read(store: Any, url: str, key: str, offset: int, length: int | None) -> SourceBody:
-    """Return an object from byte `offset` on, `length` bytes or all of it; raise SourceError."""
+    """Return an object from byte `offset` on, `length` bytes or all of it; raise SourceError.
+
+    If the object has no byte of this range, or the store ignores ranges, the body is the whole object.
+    """
     import obstore
+    from obstore import exceptions
 
     options: Any = None
     if length is not None:
@@ -65,7 +73,12 @@ async def read(store: Any, url: str, key: str, offset: int, length: int | None) 
         options = {"range": {"offset": offset}}
     with translate_errors(url):
         async with asyncio.timeout(REQUEST_WITHIN):
-            found = await obstore.get_async(store, key, options=options)
+            try:
+                found = await obstore.get_async(store, key, options=options)
+            except exceptions.GenericError as error:
+                if not _NO_RANGE_PATTERN.search(str(error)):
+                    raise
+                found, offset, options = await obstore.get_async(store, key), 0, None
     total, validator = int(found.meta["size"]), str(found.meta.get("e_tag") or "")
     # The library has refused a response with another range than the requested one.
     return SourceBody(_pieces(found, url), offset, total, validator, has_ranges=options is not None)

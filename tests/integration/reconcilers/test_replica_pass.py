@@ -24,6 +24,7 @@ from nodes.definitions import folder
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
+from nodes.models.replica import load_key
 from nodes.reconcilers import replicas, tasks
 from nodes.reconcilers.tasks import SCHEDULES
 from nodes.registry import labels
@@ -32,6 +33,7 @@ from nodes.scheduling import passes, store
 from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision, Unsatisfiable
+from operations.changes import events
 from operations.executor.work import Work, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Recorder
@@ -75,8 +77,13 @@ def loads(model: str = "m") -> list[Operation]:
     return list(Operation.objects.filter(kind=load_request.KIND, element=model).order_by("created_at"))
 
 
-def ends(operation: Operation, status: Status, error: str = "") -> None:
-    Operation.objects.filter(pk=operation.pk).update(status=status, finished_at=clock.now(), error=error)
+def ends(operation: Operation, status: Status, error: str = "", *, behind: float = 0.0) -> None:
+    """End it, by a controller whose clock is `behind` by so many seconds."""
+    operation.status, operation.error = status, error
+    operation.finished_at = clock.now() - timedelta(seconds=behind)
+    operation.save()
+    with transaction.atomic():
+        events.emit([operation])
 
 
 # --- loads
@@ -258,6 +265,37 @@ def test_a_load_that_failed_counts_once_and_is_repeated() -> None:
     assert stored().reason.endswith("the last load failed: the engine refused")
     replicas.run_pass(tick=True)
     assert stored().unsatisfiable_ticks == 1
+
+
+@pytest.mark.rule("R4.23", "C9")
+def test_each_failed_load_counts_once_whatever_the_clock_of_its_controller() -> None:
+    """It seemed older than the pass that had requested the load: the model was loaded again without end."""
+    hot.node("one")
+    rule(1)
+    replicas.run_pass(tick=True)
+    for ticks, behind in ((1, 2.0), (2, 4.0), (3, 3.0)):
+        ends(loads()[-1], Status.FAILED, "refused", behind=behind)
+        replicas.run_pass(tick=False)
+        assert len(loads()) == ticks
+        replicas.run_pass(tick=True)
+        assert stored().unsatisfiable_ticks == ticks
+    assert stored().unsatisfiable_until
+    assert len(loads()) == 3
+
+
+def test_a_dismissed_failure_lets_no_former_one_count_again() -> None:
+    hot.node("one")
+    rule(1)
+    replicas.run_pass(tick=True)
+    for suffix in ("0", "1"):
+        ends(loads()[-1], Status.FAILED, "refused")
+        Operation.objects.filter(pk=loads()[-1].pk).update(key=load_key("m", f"ended {suffix}"))
+        replicas.run_pass(tick=True)
+    assert stored().unsatisfiable_ticks == 2
+    ends(loads()[-1], Status.CANCELLED)
+    Operation.objects.filter(pk=loads()[1].pk).update(dismissed_at=clock.now())
+    replicas.run_pass(tick=True)
+    assert stored().unsatisfiable_ticks == 0
 
 
 @pytest.mark.rule("R1.85")

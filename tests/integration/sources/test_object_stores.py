@@ -1,4 +1,4 @@
-"""Object stores: what the library may dial (`docs/security.md`, sources of models)."""
+"""Object stores: what the library may dial (`docs/security.md`, sources of models), and ranges of objects."""
 
 import asyncio
 import threading
@@ -10,16 +10,19 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from localai_cluster.kit import conf
-from localai_cluster.kit.outbound import SourceError
+from localai_cluster.kit.outbound import SourceBody, SourceError
 from nodes.sources import objects
 
 
 class Server(HTTPServer):
-    """A server that sends an object, or a redirect to `target`, and records the requested paths."""
+    """A server that sends `content`, or a redirect to `target`, and records the requested paths.
 
-    def __init__(self, target: str = "") -> None:
+    With `has_ranges` it sends requested ranges as S3 does: an empty object has none.
+    """
+
+    def __init__(self, target: str = "", content: bytes = b"data", *, has_ranges: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.target, self.paths = target, list[str]()
+        self.target, self.content, self.has_ranges, self.paths = target, content, has_ranges, list[str]()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -27,10 +30,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
-        body = b"" if self.server.target else b"data"
-        self.send_response(302 if self.server.target else 200)
+        body, status = (b"", 302) if self.server.target else (self.server.content, 200)
+        requested, size = self.headers.get("Range", ""), len(body)
+        if requested and self.server.has_ranges:
+            first, _, last = requested.removeprefix("bytes=").partition("-")
+            end = min(int(last or size), size - 1)
+            body, status = body[int(first) : end + 1], 206 if int(first) < size else 416
+        self.send_response(status)
         if self.server.target:
             self.send_header("Location", self.server.target)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {first}-{end}/{size}")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"1"')
         self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
@@ -42,8 +52,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(target: str = "") -> Iterator[Server]:
-    server = Server(target)
+def serving(target: str = "", content: bytes = b"data", *, has_ranges: bool = False) -> Iterator[Server]:
+    server = Server(target, content, has_ranges=has_ranges)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -54,11 +64,49 @@ def serving(target: str = "") -> Iterator[Server]:
         server.server_close()
 
 
-async def read(endpoint: str) -> bytes:
-    """The object `bucket/key` of the store at this address."""
+async def open_object(endpoint: str, offset: int, length: int | None) -> tuple[bytes, SourceBody]:
+    """The object `bucket/key` of the store at this address, from byte `offset` on."""
     store = await objects.store(replace(conf.cluster(), s3_endpoint=endpoint), "bucket")
-    body = await objects.read(store, "s3://bucket/key", "key", 0, None)
-    return b"".join([piece async for piece in body.pieces])
+    body = await objects.read(store, "s3://bucket/key", "key", offset, length)
+    return b"".join([piece async for piece in body.pieces]), body
+
+
+async def read(endpoint: str) -> bytes:
+    return (await open_object(endpoint, 0, None))[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "has_ranges", "offset", "sent"),
+    [
+        (b"data", True, 1, (b"at", 1, 4, True)),
+        (b"data", False, 1, (b"data", 0, 4, False)),
+        (b"data", True, 4, (b"data", 0, 4, False)),
+        (b"", True, 0, (b"", 0, 0, False)),
+        (b"", False, 0, (b"", 0, 0, False)),
+    ],
+)
+def test_an_object_without_the_range_is_sent_whole(
+    content: bytes, has_ranges: bool, offset: int, sent: tuple[bytes, int, int, bool]
+) -> None:
+    """An empty object, or a store that ignores ranges: the import failed after all its retries."""
+    with serving(content=content, has_ranges=has_ranges) as store:
+        got, body = asyncio.run(open_object(f"http://127.0.0.1:{store.server_port}", offset, 2))
+    assert (got, body.offset, body.total, body.has_ranges) == sent
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_store_that_fails_is_asked_once(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole object in place of a range would throw away what has been downloaded."""
+    with serving() as store:
+
+        def fail(handler: Handler) -> None:
+            store.paths.append(handler.path)
+            handler.send_error(503)
+
+        monkeypatch.setattr(Handler, "do_GET", fail)
+        with pytest.raises(SourceError) as failed:
+            asyncio.run(open_object(f"http://127.0.0.1:{store.server_port}", offset, 2))
+    assert (failed.value.permanent, store.paths) == (False, ["/bucket/key"])
 
 
 def test_no_redirect_leads_to_another_host() -> None:

@@ -20,7 +20,7 @@ from nodes.placement.evict import ProtectionRules, Resident
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load
 from nodes.scheduling.plan import plan
-from nodes.scheduling.snapshot import Failure
+from nodes.scheduling.snapshot import Failure, Fleet
 from tests.unit.placement.test_choose import view
 from tests.unit.placement.test_evict import clusters
 from tests.unit.placement.test_explain import snapshots
@@ -117,7 +117,7 @@ def test_the_same_eviction_follows_from_the_log(
 @given(test_replica_plan.fleets(), st.booleans())
 def test_the_same_ruling_follows_from_the_log(scene: Any, tick: bool) -> None:
     """Each rule by itself, from sections that all rules share."""
-    (fleet, desired_states), failed = scene, Failure(test_replica_plan.ago(seconds=9), "no such file")
+    (fleet, desired_states), failed = scene, Failure(test_replica_plan.ago(seconds=9), "no such file", 2)
     pinned = {"a": frozenset({UUID(int=1)})}
     fleet = replace(fleet, pinned=pinned, failures={"b": failed}, defined=frozenset({"a", "b"}))
     now = test_replica_plan.NOW
@@ -129,6 +129,28 @@ def test_the_same_ruling_follows_from_the_log(scene: Any, tick: bool) -> None:
         assert seen is not None
         again = {one.model: one for one in plan(seen[0], [seen[1]], seen[2], tick=seen[3])}
         assert again.get(model) == decisions.get(model)
+
+
+@pytest.mark.rule("I14", "R4.23")
+@pytest.mark.parametrize(("checked_at", "is_counted"), [(10, True), (8, False), (None, False)])
+def test_a_failure_of_an_entry_with_times_is_counted_as_it_was(
+    checked_at: int | None, is_counted: bool
+) -> None:
+    """Earlier versions compared the times of the failure and of the last pass."""
+    rule, on = test_replica_plan.rule(1), test_replica_plan.host(1)
+    failures = {"m": Failure(test_replica_plan.ago(seconds=9), "refused", 5)}
+    encoded = scheduling.encode_rules(
+        Fleet([on], failures=failures), {"m": rule}, test_replica_plan.NOW, tick=True
+    )
+    facts = encoded["rule/m"].rows
+    at = None if checked_at is None else test_replica_plan.ago(seconds=checked_at)
+    demand = {**dict(facts["demand"]), "looked_at": at}
+    del demand["failure_seq"]
+    facts = {**facts, "demand": tuple(demand.items()), "failures": facts["failures"][:2]}
+    seen = scheduling.decode_rule(read_back({**encoded, "rule/m": Section(facts)}), "m")
+    assert seen is not None
+    (decision,) = plan(seen[0], [seen[1]], seen[2], tick=seen[3])
+    assert ("the last load failed" in decision.reason) == is_counted
 
 
 def test_every_field_of_a_node_comes_back() -> None:

@@ -39,6 +39,20 @@ def test_the_form_has_what_the_text_states() -> None:
     }
 
 
+@pytest.mark.parametrize("number", ["0", "1025", "9" * 20, "9" * 5000, "-1", "٣", "x"])
+def test_a_number_of_parallel_requests_that_the_form_refuses_stays_an_option(number: str) -> None:
+    """JSON has no number of twenty digits, and Python parses none of thousands: the page failed with 500."""
+    form = edit.form_of(defined(TEXT.replace("parallel:2", f"parallel:{number}")))
+    assert (form["parallel"], form["options"]) == (None, ["use_jinja:true", f"parallel:{number}"])
+
+
+def test_an_option_with_such_a_number_can_be_removed_and_stays_before_the_number_that_counts() -> None:
+    text = TEXT.replace("parallel:2", "parallel:0")
+    assert edit.form_of(defined(edit.apply_changes(text, {"options": []})))["options"] == []
+    edited = load_document(edit.apply_changes(text, {"parallel": 4}).encode())
+    assert edited["options"] == ["use_jinja:true", "parallel:0", "parallel:4"]
+
+
 def test_a_change_keeps_comments_order_and_the_quotes_of_the_rest() -> None:
     edited = edit.apply_changes(TEXT, {"context_size": 8192})
     assert edited == TEXT.replace("4096", "8192")

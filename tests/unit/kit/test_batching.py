@@ -101,3 +101,16 @@ async def test_every_caller_gets_an_error_when_items_are_passed_alone_and_the_ba
     batches.cancel()
     outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
     assert [type(outcome) for outcome in outcomes] == [errors.Unavailable] * 3
+
+
+@pytest.mark.parametrize("results", [[1], [1, 2, 3]])
+async def test_every_caller_gets_an_error_when_results_are_missing_or_too_many(results: list[int]) -> None:
+    async def write(batch: Sequence[int]) -> Sequence[int]:
+        return results if len(batch) > 1 else batch
+
+    batcher = CallBatcher(write)
+    outcomes = await asyncio.wait_for(
+        asyncio.gather(batcher.put(1), batcher.put(2), return_exceptions=True), 10
+    )
+    assert [type(outcome) for outcome in outcomes] == [ValueError] * 2
+    assert await asyncio.wait_for(batcher.put(3), 10) == 3

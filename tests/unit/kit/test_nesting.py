@@ -141,3 +141,13 @@ def test_a_bomb_of_merges_is_refused_and_real_ones_are_read() -> None:
     lines += [b"- &a%d {<<: [%s]}" % (n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10)]
     with pytest.raises(GalleryUnreadable, match="merges"):
         gallery_index.parse(b"\n".join(lines), m.Gallery("g", "u"))
+
+
+@pytest.mark.parametrize("loader", [untrusted.BoundedLoader, untrusted.PlainLoader])
+@pytest.mark.parametrize("tag", ["{}", "!!int '{}'", "!!float '{}'", "!!int {{=: '{}'}}"])
+def test_a_long_number_is_refused_before_it_is_built(loader: Any, tag: str) -> None:
+    """YAML 1.1 has numbers to base 60; PyYAML takes a minute for one of half a megabyte."""
+    number = "1:" * 511 + "1"
+    assert untrusted.load_yaml("x: !!int " + number, loader) == {"x": (60**512 - 1) // 59}
+    with pytest.raises(untrusted.InvalidYAML, match=r"a number is too long \(line 2, column"):
+        untrusted.load_yaml("a: 1\nx: " + tag.format(number + ":1"), loader)

@@ -38,7 +38,7 @@ def row(on: FleetNode, index: int = 0, **fields: Any) -> FleetReplica:
 
 
 def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> DesiredState:
-    values = {"model": "m", "selector": {}, "looked_at": NOW - timedelta(seconds=30), **fields}
+    values = {"model": "m", "selector": {}, "failure_seq": 1, **fields}
     return DesiredState(minimum=minimum, maximum=maximum, **values)
 
 
@@ -138,7 +138,7 @@ def test_what_is_missing_comes_first_and_a_failed_load_rests() -> None:
     on = host(1, slots=3)
     assert replaced(decided(rule(2), hosts=[on], replicas=[row(on)])) == [None]
     for seconds, count in ((299, 0), (301, 1)):
-        failed = {"m": Failure(NOW - timedelta(seconds=seconds), "refused")}
+        failed = {"m": Failure(NOW - timedelta(seconds=seconds), "refused", 1)}
         found = decided(rule(1), hosts=[on], replicas=[row(on)], failures=failed)
         assert len(replaced(found)) == count
     rests = rule(9, ticks=3, until=NOW + timedelta(seconds=60))

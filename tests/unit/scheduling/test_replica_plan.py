@@ -47,7 +47,7 @@ def row(on: FleetNode, index: int = 0, **fields: Any) -> FleetReplica:
 
 
 def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> DesiredState:
-    values = {"model": "m", "selector": {}, "looked_at": ago(seconds=30), **fields}
+    values = {"model": "m", "selector": {}, "failure_seq": 1, **fields}
     return DesiredState(minimum=minimum, maximum=maximum, **values)
 
 
@@ -212,7 +212,7 @@ def test_a_model_without_definition_is_said_and_counted_but_has_no_cooldown() ->
 
 def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
     """A broken model is not loaded at each tick for ever."""
-    desired_state, failed = rule(1), {"m": Failure(ago(seconds=5), "refused")}
+    desired_state, failed = rule(1), {"m": Failure(ago(seconds=5), "refused", 2)}
     for ticks in (1, 2):
         decision = decided(desired_state, hosts=[host(1)], failures=failed)
         assert loads(decision.actions)
@@ -222,7 +222,7 @@ def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
     assert third == Unsatisfiable(
         "m", 3, NOW + COOLDOWN_DURATION, "the last load failed: refused; nothing is tried until 10:05:00 UTC"
     )
-    old = {"m": Failure(ago(minutes=5), "refused")}
+    old = {"m": Failure(ago(seconds=5), "refused", 1)}
     assert flags(decided(desired_state, hosts=[host(1)], failures=old)) == [ClearUnsatisfiable("m")]
 
 
@@ -418,7 +418,7 @@ def test_between_two_ticks_only_what_is_missing_is_asked_for() -> None:
     assert decided(rule(1), tick=False, hosts=[on], replicas=[row(on), row(on, 1)]).actions == ()
     problem = decided(rule(1), tick=False)
     assert (problem.actions, problem.reason) == ((), "there is no healthy node")
-    failed = Fleet(hosts=[on], failures={"m": Failure(NOW, "refused")})
+    failed = Fleet(hosts=[on], failures={"m": Failure(NOW, "refused", 2)})
     assert plan(failed, [rule(1)], NOW, tick=False) == []
 
 
@@ -492,7 +492,7 @@ def desired_states(draw: st.DrawFn, model: str) -> DesiredState:
         spread=spread,
         ticks=draw(st.integers(0, 4)),
         until=draw(st.sampled_from([None, ago(seconds=1), NOW + TICK])),
-        looked_at=ago(seconds=30),
+        failure_seq=1,
     )
 
 
