@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 from collections.abc import Mapping
+from datetime import timedelta
 from ipaddress import ip_network
 from typing import Any
 
@@ -14,7 +15,7 @@ from pytest_django import Settings
 from localai_cluster.accounts.principals import create_api_key
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock, conf
-from localai_cluster.web.throttle import DEFAULT_LIMIT, Failures
+from localai_cluster.web.throttle import DEFAULT_LIMIT, WINDOW, Failures
 from nodes.live import notices
 from tests.support import hot
 from tests.support.answering import ASK, CHAT, definitions, play, reply
@@ -91,9 +92,10 @@ def test_basic_opens_inference_only(path: str) -> None:
 
 def test_wrong_passwords_count_like_wrong_keys(failed_keys: Failures) -> None:
     """D-FAILED-TOKENS."""
-
-    for _ in range(DEFAULT_LIMIT):
-        failed_keys.note("192.0.2.7", clock.now())
+    now = clock.now()
+    for minute in (now, now + timedelta(seconds=WINDOW)):
+        for _ in range(DEFAULT_LIMIT):
+            failed_keys.note("192.0.2.7", minute)
     assert sent(basic("wrong")).status == 429
 
 
