@@ -159,12 +159,12 @@ def _files_in_folder(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the paths of all shards of a sharded model's file; [path] for any other file."""
-    if (shard := _SHARD_PATTERN.fullmatch(path.name)) is None:
+    """Return the paths of all shards of a sharded model, [path] for any other file; `path` is one."""
+    shard = _SHARD_PATTERN.fullmatch(path.name)
+    if shard is None or not 1 <= int(shard["number"]) <= int(shard["count"]) <= _MAX_SHARDS:
         return [path]
     stem, count, suffix = shard["stem"], shard["count"], shard["suffix"]
-    numbers = range(1, min(int(count), _MAX_SHARDS) + 1)
-    return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in numbers]
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
 
 
 def shards_and_sidecar(path: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from nodes.definitions import headers, sizes
 from nodes.definitions.files import Definition, parse_definition
 from nodes.definitions.headers import Header, Tensor, UnreadableHeader, read_config, read_header
 from nodes.definitions.sizes import ModelFiles, Sizes, measure, with_file_paths
+from nodes.loading.files_in_use import FilesInUse
 from nodes.placement import fit, memory
 
 GIB = 2**30
@@ -329,6 +330,15 @@ def test_shards_and_variants(tmp_path: Path) -> None:
     assert measure(tmp_path, defined("big/q8-00001-of-00003.gguf")) == ModelFiles(30, 30)
     assert measure(tmp_path, defined("big")) == ModelFiles(30, 144)
     assert measure(tmp_path, defined("plain")) == ModelFiles(11, 18)
+
+
+@pytest.mark.parametrize("name", ["x-00001-of-00000.gguf", "x-00007-of-00003.gguf", "x-01001-of-01200.gguf"])
+def test_a_file_with_an_impossible_number_is_no_shard(tmp_path: Path, name: str) -> None:
+    """It was none of its own shards: it counted as unused, so it could be deleted, and had no size."""
+    put(tmp_path, name, 10)
+    assert sizes.shards(tmp_path / name) == [tmp_path / name]
+    assert measure(tmp_path, defined(name)) == ModelFiles(10, 10)
+    assert FilesInUse.of(tmp_path, [defined(name)]).has(name)
 
 
 def test_only_so_many_files_of_a_folder_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
