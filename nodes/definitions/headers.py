@@ -292,8 +292,9 @@ def parse_json(content: bytes) -> Any:
     if problem:
         raise UnreadableHeader(f"it is {problem}")
     try:
-        return json.loads(content)
-    except ValueError as error:
+        # Bytes would also be read as UTF-16 or UTF-32, in which `json_problem` finds no strings.
+        return json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise UnreadableHeader("it is not JSON") from error
 
 

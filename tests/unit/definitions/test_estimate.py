@@ -277,6 +277,15 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
         read_config(tmp_path / "config.json")
 
 
+def test_a_config_in_another_encoding_hides_no_depth() -> None:
+    """In UTF-16 the limit of the depth took an escaped quote for the end of a string."""
+    content = '["\\"", ' + "[" * 9000 + "]" * 9001
+    for encoding in ("utf-8", "utf-16", "utf-16-le", "utf-32"):
+        with pytest.raises(UnreadableHeader, match="it is"):
+            headers.parse_json(content.encode(encoding))
+    assert headers.parse_json('["\\""]'.encode("utf-8-sig")) == ['"']
+
+
 @pytest.mark.rule("R2.37", "C38", "T-DSK-1", "T-DSK-2", "T-DSK-13")
 def test_disk_space_for_a_payload() -> None:
     """A margin of 5 %, at least 1 GiB; 2 GiB for what is not known."""
