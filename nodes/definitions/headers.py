@@ -52,6 +52,8 @@ class Header:
 
 MAX_TEXTS = 2_000_000
 """Maximum number of texts in all lists; the largest vocabularies with merges have a quarter of it."""
+MAX_HEADER_BYTES = 256 * 1024 * 1024
+"""Bytes from the beginning of the file up to the last value; the largest vocabularies have a tenth of it."""
 MAX_KEYS = 10_000
 MAX_TENSORS = 10_000
 MAX_KEY_LENGTH = 256
@@ -248,6 +250,11 @@ class _GgufReader:
         if length > self._end - self._file.tell():
             raise UnreadableHeader("a value is longer than the file")
         self._file.seek(length, os.SEEK_CUR)
+        self._check_length()
+
+    def _check_length(self) -> None:
+        if self._file.tell() > MAX_HEADER_BYTES:
+            raise UnreadableHeader(f"its header has more than {MAX_HEADER_BYTES} bytes")
 
 
 def _within(figure: int) -> int | None:

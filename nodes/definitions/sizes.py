@@ -230,9 +230,6 @@ def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | No
             header = _read_once(name, status.st_size, status.st_mtime_ns)
         except FileNotFoundError:
             return None
-        except UnreadableHeader as error:
-            logger.warning("The header of %s is refused: %s", name, error)
-            return None
         if header is None:
             return None
         headers.append(header)
@@ -246,9 +243,16 @@ def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | No
 
 @lru_cache(maxsize=64)
 def _read_once(name: str, size: int, changed_ns: int) -> Header | None:
-    """Read the header of a file, once for each size and time of change, which are part of the cache key."""
+    """Read the header of a file; None if it has none or is refused.
+
+    Each file is read once for each size and time of change, which are part of the cache key.
+    """
     path = Path(name)
-    return read_config(path) if path.suffix == ".json" else read_header(path)
+    try:
+        return read_config(path) if path.suffix == ".json" else read_header(path)
+    except UnreadableHeader as error:
+        logger.warning("The header of %s is refused: %s", name, error)
+        return None
 
 
 class Sizes:

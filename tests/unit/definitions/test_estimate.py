@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -227,6 +228,24 @@ def test_a_header_that_is_refused_leaves_the_size(tmp_path: Path, caplog: pytest
     found = measure(tmp_path, defined("m.gguf"))
     assert (found.weights, found.header) == (24, None)
     assert "m.gguf is refused: it has 9223372036854775808 tensors" in caplog.text
+
+
+def test_a_header_that_goes_on_and_on_is_refused_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A list of long texts had us read the whole file, again for each decision."""
+    with open(tmp_path / "m.gguf", "wb") as file:
+        file.write(made_of(pair("tokens", 9, struct.pack("<IQ", 8, 300))))
+        for _ in range(300):
+            file.write(struct.pack("<Q", 1024 * 1024))
+            file.seek(1024 * 1024, os.SEEK_CUR)
+        file.write(bytes(8))
+    read = Mock(wraps=read_header)
+    monkeypatch.setattr(sizes, "read_header", read)
+    for _ in range(2):
+        assert measure(tmp_path, defined("m.gguf")).header is None
+    read.assert_called_once()
+    assert caplog.text.count("m.gguf is refused: its header has more than 268435456 bytes") == 1
 
 
 CONFIG = {
