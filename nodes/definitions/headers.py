@@ -10,6 +10,7 @@ import io
 import json
 import os
 import struct
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -162,12 +163,14 @@ class _GgufReader:
         size.
         """
         rows = []
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Equal shapes are stored once, as are names of all files, because many headers are kept."""
         for _ in range(count):
-            name, dimensions = self._name(), self._integer(4)
+            name, dimensions = sys.intern(self._name()), self._integer(4)
             if dimensions > 4:
                 raise UnreadableHeader(f"the tensor {name[:64]!r} has {dimensions} dimensions")
             shape = tuple(self._integer(10) for _ in range(dimensions))
-            rows.append((name, shape, self._integer(4), self._integer(10)))
+            rows.append((name, shapes.setdefault(shape, shape), self._integer(4), self._integer(10)))
         step = alignment if isinstance(alignment, int) and alignment > 0 else _DEFAULT_ALIGNMENT
         position = self._file.tell()
         data = self._end - min(-(-position // step) * step, self._end)

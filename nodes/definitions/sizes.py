@@ -241,7 +241,7 @@ def _read_headers(files: Sequence[str], at_source: RecordedFiles) -> Header | No
     return replace(headers[0], tensors=tuple(tensor for header in headers for tensor in header.tensors))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _read_once(name: str, size: int, changed_ns: int) -> Header | None:
     """Read the header of a file; None if it has none or is refused.
 

@@ -387,6 +387,18 @@ def test_a_gguf_of_the_folder_is_read(tmp_path: Path) -> None:
     assert measure(tmp_path, defined("m.gguf")).header is found.header, "it is read once"
 
 
+def test_headers_of_many_models_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 65 files on, each request of the page of models read them all again."""
+    read = Mock(wraps=read_header)
+    monkeypatch.setattr(sizes, "read_header", read)
+    for number in range(80):
+        (tmp_path / f"{number}.gguf").write_bytes(made_of(*figures(FIGURES)))
+    for _ in range(2):
+        for number in range(80):
+            assert measure(tmp_path, defined(f"{number}.gguf")).header is not None
+    assert read.call_count == 80
+
+
 @pytest.mark.rule("R2.41")
 def test_the_parts_of_a_model_have_the_figures_of_the_first_and_the_tensors_of_all(tmp_path: Path) -> None:
     first = made_of(*figures(FIGURES), tensors=1) + tensor("blk.0.a", 4)
