@@ -366,7 +366,7 @@ def test_a_file_with_an_impossible_number_is_no_shard(tmp_path: Path, name: str)
     put(tmp_path, name, 10)
     assert sizes.shards(tmp_path / name) == [tmp_path / name]
     assert measure(tmp_path, defined(name)) == ModelFiles(10, 10)
-    assert FilesInUse.of(tmp_path, [defined(name)]).has(str(tmp_path / name))
+    assert FilesInUse.of(tmp_path, [defined(name)]).has(name)
 
 
 def test_only_so_many_files_of_a_folder_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
