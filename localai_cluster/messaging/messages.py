@@ -374,6 +374,8 @@ def split_process_key(key: str) -> tuple[str, int] | None:
 
 
 MAX_MESSAGE_BYTES = 1024 * 1024
+MAX_LIST_LENGTH = 4096
+"""Maximum number of entries of a list in a message."""
 _INT64_LIMIT = 2**63
 _LONE_SURROGATES_PATTERN = re.compile("[\ud800-\udfff]")
 
@@ -487,6 +489,8 @@ def _convert_list(value: Any, item_type: Any, path: str) -> list[Any]:
         return []
     if not isinstance(value, list):
         raise _wrong_type_error(path, "a list", value)
+    if len(value) > MAX_LIST_LENGTH:  # a hostile worker's list would take seconds of the event loop
+        raise DecodeError(f"{path}: more than {MAX_LIST_LENGTH} entries", field=path)
     zero, items = item_type(), enumerate(value)
     return [
         zero if item is None else _convert_value(item, item_type, f"{path}[{index}]") for index, item in items

@@ -386,10 +386,15 @@ async def _authenticate(
     try:
         if not offered:
             raise errors.NotAuthenticated(worker_routes.NO_CREDENTIAL_MESSAGE)
-        await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
+        fingerprint = identity.node_fingerprint(headers.get(b"x-localai-node-secret", ""))
+        try:
+            await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
+        except throttle.TooManyFailures:
+            # Others at this address lock out no known worker.
+            if not await _in_thread(lambda: identity.is_bound(fingerprint)):
+                raise
         if principals.is_registration_token(offered):
             return offered, None
-        fingerprint = identity.node_fingerprint(headers.get(b"x-localai-node-secret", ""))
         if not joining.is_join_token(offered):
             # A known worker proves itself by its secret: it goes on when the registration token is replaced.
             if await _in_thread(lambda: identity.is_bound(fingerprint)):

@@ -90,7 +90,10 @@ def _iterate_plain_files(models: Path) -> Iterator[UnusedFile]:
 
 
 def _modification_time(status: os.stat_result) -> datetime:
-    return datetime.fromtimestamp(status.st_mtime, UTC)
+    try:
+        return datetime.fromtimestamp(status.st_mtime, UTC)
+    except (ValueError, OverflowError):  # some file systems keep times that no calendar has
+        return datetime.fromtimestamp(0, UTC)
 
 
 def list_on_nodes(defined: Collection[str]) -> Mapping[tuple[UUID, str], list[UnusedFile]]:

@@ -6,6 +6,7 @@ target of a link. The opposite never happens: while a definition cannot be used,
 `problem` states it and nothing may be removed.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -161,6 +162,8 @@ class _LinkReader:
                     if real.is_dir():
                         pending += self._links_in(real)
                 except OSError as error:
+                    if error.errno == errno.ENAMETOOLONG:  # no file, but another value of the definition
+                        continue
                     self.problem = f"{path.name} cannot be read and may need any file: {error.strerror}"
 
     def _links_in(self, folder: Path) -> list[Path]:

@@ -124,16 +124,16 @@ async def fetch(
 
 async def _read_lines(response: httpx.Response) -> AsyncIterator[_AnswerLine]:
     """Yield the decoded lines of a worker's response, which is not trusted. Raise FetchFailed."""
+    if response.status_code != 200:
+        refusal = await untrusted.read_at_most(response.aiter_raw(), _MAX_LINE_LENGTH)
+        raise FetchFailed(f"its worker refused: {_readable_reason(refusal.decode('utf-8', 'replace'))}")
     buffer = b""
     async for piece in response.aiter_raw():
         *lines, buffer = (buffer + piece).split(b"\n")
         if len(buffer) > _MAX_LINE_LENGTH or any(len(line) > _MAX_LINE_LENGTH for line in lines):
             raise FetchFailed("its worker sent a line that is too long")
-        if response.status_code == 200:
-            for line in lines:
-                yield _parse_line(line)
-    if response.status_code != 200:
-        raise FetchFailed(f"its worker refused: {_readable_reason(buffer.decode('utf-8', 'replace'))}")
+        for line in lines:
+            yield _parse_line(line)
 
 
 def _parse_line(line: bytes) -> _AnswerLine:

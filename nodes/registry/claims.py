@@ -34,6 +34,7 @@ from nodes.registry.change import Change, node_change
 from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
 
+REVOKED_SECRET_MESSAGE = "this secret was revoked; generate a new one"
 MAX_CONFLICTS = 32
 """Maximum conflicts stored for a node; each further claim only raises the count of the latest conflict."""
 MAX_INSTANCES = 16
@@ -315,7 +316,7 @@ def require_unused_secret(fingerprint: str) -> None:
     if BackendNode.objects.filter(fingerprint=fingerprint).exists():
         raise errors.Conflict("this secret already belongs to a node", field="secret")
     if any_revoked([fingerprint]):
-        raise errors.Conflict("this secret was revoked; generate a new one", field="secret")
+        raise errors.Conflict(REVOKED_SECRET_MESSAGE, field="secret")
 
 
 def any_revoked(fingerprints: Iterable[str]) -> bool:
@@ -390,6 +391,11 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
     """
     names.check_name(name)
     with transaction.atomic():
+        if any_revoked([fingerprint]):
+            known = BackendNode.objects.filter(name=name).first()
+            if known is None:
+                raise errors.Conflict(REVOKED_SECRET_MESSAGE, field="secret")
+            return known
         BackendNode.objects.bulk_create(
             [_enrolled_node(name, fingerprint, actor, now)], ignore_conflicts=True
         )
@@ -411,7 +417,7 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
 
 
 def _bind(change: Change, fingerprint: str) -> None:
-    if change.node.fingerprint == fingerprint or any_revoked([fingerprint]):
+    if change.node.fingerprint == fingerprint:
         return
     change.set(
         fingerprint=fingerprint,

@@ -188,9 +188,7 @@ def register_all(
         locked_rows = _lock_or_create(new_claims, now)
         # After the locks: a revocation holds the lock of its node.
         if claims.any_revoked(new_claim.fingerprint for new_claim in new_claims):
-            raise errors.Forbidden(
-                "this secret was revoked; generate a new one", field="X-LocalAI-Node-Secret"
-            )
+            raise errors.Forbidden(claims.REVOKED_SECRET_MESSAGE, field="X-LocalAI-Node-Secret")
         matches = [
             _match_node(rows, new_claim) for rows, new_claim in zip(locked_rows, new_claims, strict=True)
         ]

@@ -252,6 +252,16 @@ def test_a_right_secret_always_passes_and_a_wrong_one_does_not_say_so(exhausted:
 
 
 @pytest.mark.django_db
+@pytest.mark.rule("http-1.1", "http-0.2")
+@pytest.mark.parametrize("token", [REGISTRATION_TOKEN, "one-that-was-replaced"])
+def test_a_known_worker_registers_again_from_an_exhausted_address(exhausted: None, token: str) -> None:
+    """It must renew its credentials of the bus each day, whoever guesses behind the same proxy."""
+    assert register_from(HERE, token, token).status_code == 429
+    api.make_node(secret=api.SECRET)
+    assert register_from(HERE, token, token).status_code == 201
+
+
+@pytest.mark.django_db
 @pytest.mark.rule("http-0.2", "http-1.6")
 def test_the_right_shared_token_looks_like_a_wrong_one(exhausted: None, settings: Any) -> None:
     """D-FAILED-TOKENS: no way to go on guessing; yet a node that is known by it is not locked out."""

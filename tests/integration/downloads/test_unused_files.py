@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
@@ -94,6 +95,27 @@ async def test_what_nothing_names_is_listed_with_the_oldest_first(models: Path, 
     (models / "share").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(models / "fifo")
     assert await listed(models) == ["deep/er/older.gguf", "old.gguf", "notes.txt"]
+
+
+async def test_a_time_that_no_calendar_has_hides_no_file(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems keep it: after a copy, or from a machine whose clock is broken."""
+    write(models, "odd.gguf")
+    status = unused_files._modification_time
+    monkeypatch.setattr(unused_files, "_modification_time", lambda _: status(Mock(st_mtime=3e11)))
+    assert await listed(models) == ["odd.gguf"]
+
+
+async def test_a_value_that_is_no_file_name_may_need_no_file(models: Path) -> None:
+    """Nothing could be removed while one definition had a long option."""
+    option = "override_tensor:" + "|".join(f"blk[.]{number}[.]" for number in range(40)) + "=CPU"
+    write(
+        models, "b.yaml", f'name: b\nbackend: echo\nparameters: {{model: {NAMED}}}\noptions: ["{option}"]\n'
+    )
+    write(models, "old.gguf", days=9)
+    in_use = await read_files_in_use()
+    assert (in_use.problem, await listed(models)) == ("", ["old.gguf"])
 
 
 async def test_a_share_is_never_cleaned(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,8 @@ def answer(*lines: object, status: int = 200) -> httpx.AsyncClient:
         (({"error": "bad\x00\n https://h/x?sig=s3cret ends"},), 200, "https://h/x ends"),
         (({"error": "long " * 1000},), 200, "long long"),
         ((b"no",), 404, "its worker refused: no"),
+        ((b"size: 1 to 9 bytes are fetched\n",), 400, "its worker refused: size: 1 to 9 bytes are fetched"),
+        ((b"x" * 100_000,), 500, "its worker refused: xxx"),
     ],
 )
 async def test_hostile_answers_are_failures_in_short_words(

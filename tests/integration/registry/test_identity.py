@@ -483,6 +483,20 @@ def test_enrolment_takes_back_no_admins_no() -> None:
     assert status(other) == "pending"
 
 
+def test_enrolment_with_a_revoked_secret_approves_nobody() -> None:
+    """Neither who waits under the name by now, nor a new node that no worker could be."""
+    claims.revoke(
+        claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=NOW).pk, actor=ROOT, now=later(1)
+    )
+    BackendNode.objects.all().delete()
+    with pytest.raises(errors.Conflict, match="revoked"):
+        claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=later(2))
+    assert not BackendNode.objects.exists()
+    stranger = register("local", secret=OTHER_SECRET, now=later(3)).node
+    claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=later(4))
+    assert (status(stranger), row(stranger).fingerprint) == ("pending", hash_secret(OTHER_SECRET))
+
+
 def test_enrolment_binds_a_new_secret_and_approves_who_waits() -> None:
     node = register("local", instance=ONE).node
     claims.enrol("local", hash_secret(OTHER_SECRET), actor=MAKE_RUN, now=later(1))

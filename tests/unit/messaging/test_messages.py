@@ -114,6 +114,14 @@ def test_hostile_bodies_are_refused_with_our_error(body: bytes) -> None:
         messages.decode(body, m.ProgressEvent)
 
 
+def test_a_list_that_would_take_the_event_loop_is_refused() -> None:
+    """A worker's small reply with 99,000 empty entries took a second of the processor."""
+    body = b'{"models": [' + b"{}," * 4096 + b"{}]}"
+    with pytest.raises(messages.DecodeError, match="models: more than 4096 entries"):
+        messages.decode(body, m.RunningReply)
+    assert len(messages.decode(body.replace(b"{},", b"", 1), m.RunningReply).models) == 4096
+
+
 def test_lone_surrogates_and_broken_utf8_do_not_travel_on() -> None:
     message = messages.decode(b'{"backend":"\\ud800x\xff"}', m.InstallRequest)
     assert message.backend == "\ufffdx\ufffd"
