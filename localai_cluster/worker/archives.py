@@ -457,6 +457,8 @@ class _TreeWriter:
                 raise BadSource("the archive is damaged: it ends inside of a file")
             os.fchmod(writer.fileno(), file.mode)
         for other in others:
+            if self._stopped.is_set():
+                raise WorkCancelled(SHUTDOWN_MESSAGE)
             _link_or_copy(self._target / path, self._target / other)
 
     def link(self) -> None:
@@ -477,10 +479,14 @@ class _TreeWriter:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Create a hard link, or a copy if the filesystem has no hard links."""
+    """Create a hard link, or a copy if the filesystem has no hard links, or no more for this file.
+
+    Raise DiskFull: the bytes of copies are not in the total of the archive.
+    """
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NO_HARD_LINK_ERRNOS:
             raise
+        source_files.check_free_space(target.parent, source.stat().st_size)
         shutil.copy2(source, target)

@@ -12,7 +12,7 @@ from typing import Any
 
 from localai_cluster.kit import names, untrusted
 from localai_cluster.kit.outbound import SourceError
-from localai_cluster.registries.client import Descriptor
+from localai_cluster.registries.client import Descriptor, Image
 from localai_cluster.registries.references import ImageReference
 from nodes.sources import writing
 from nodes.sources.opening import SourceFileOpener
@@ -82,7 +82,7 @@ async def read_model(opener: SourceFileOpener, reference: ImageRef) -> RegistryI
         image = await client.artifact(reference.reference)
     if any(layer.media_type == _MODEL_MEDIA_TYPE for layer in image.layers):
         return await _ollama_model(opener, reference.reference, image.layers)
-    return _artifact(reference.reference, image.layers)
+    return _artifact(reference.reference, image)
 
 
 async def _ollama_model(
@@ -125,10 +125,13 @@ async def _ollama_model(
     )
 
 
-def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> RegistryImage:
-    """Return the model of an artifact whose layers are files; the title of each layer is its path."""
+def _artifact(reference: ImageReference, image: Image) -> RegistryImage:
+    """Return the model of an artifact whose layers are files; the title of each layer is its path.
+
+    The folder contains the digest, because each tag is another model, and a tag may move.
+    """
     files, addresses = [], {}
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(image.layers):
         title = (layer.annotations or {}).get(_TITLE_ANNOTATION, "")
         if not title and layer.media_type == _DOCKER_MODEL_MEDIA_TYPE:
             title = f"model-{index}.gguf" if index else "model.gguf"
@@ -139,7 +142,8 @@ def _artifact(reference: ImageReference, layers: Sequence[Descriptor]) -> Regist
     found = variants_of(files)
     if not found:
         raise SourceError(f"{reference} has no layer that is a model's file with a name")
-    folder = f"oci/{_host_part(reference)}/{reference.path}"
+    digest = image.digest.removeprefix("sha256:")[:12]
+    folder = f"oci/{_host_part(reference)}/{reference.path}@{digest}"
     return RegistryImage(found[0], folder, addresses)
 
 

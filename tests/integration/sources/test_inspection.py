@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,17 @@ def test_an_artifact_whose_layers_are_files(source: Source) -> None:
     hub.add_image(source, "group/model", "v1", {kind: hub.gguf()}, annotations={kind: "model-Q4_0.gguf"})
     found = inspect(f"oci://{source.host}/group/model:v1")
     assert (found["kind"], found["variants"][0]["id"]) == ("oci", "Q4_0")
+
+
+def test_the_tags_of_an_artifact_have_folders_of_their_own(source: Source) -> None:
+    """Both models are `model.gguf` there: the second one could not be imported under any name."""
+    kind, paths = "application/vnd.docker.ai.gguf.v3", set()
+    for tag in ("135M", "360M"):
+        hub.add_image(source, "ai/smollm2", tag, {kind: hub.gguf() + tag.encode()})
+        plan = inspection.plan_import(f"oci://{source.host}/ai/smollm2:{tag}", now=clock.now())
+        paths |= {file.path for file in plan.files}
+    assert len(paths) == 2
+    assert all(re.fullmatch(r"oci/[^/]+/ai/smollm2@[0-9a-f]{12}/model[.]gguf", path) for path in paths)
 
 
 def test_impossible_sizes_of_a_source_are_refused_or_unknown(source: Source) -> None:

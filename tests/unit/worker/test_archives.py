@@ -727,6 +727,27 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "target").exists()
 
 
+def test_copies_in_place_of_hard_links_cannot_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file has at most so many names on a file system, and the total of an archive counts it once."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+
+    def usage(folder: Path) -> Any:
+        used = sum(path.stat().st_size for path in tmp_path.rglob("file*"))
+        return shutil._ntuple_diskusage(2500, used, 2500 - used)
+
+    monkeypatch.setattr(source_files, "HEADROOM_BYTES", 0)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(os, "link", refuse)
+    links = [entry(f"file{number}", type=tarfile.LNKTYPE, linkname="file") for number in range(9)]
+    with pytest.raises(BadSource, match="Free up space"):
+        opened(tar(entry("file", bytes(1000)), *links), tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("file*")) <= 2500
+
+
 DEEP = "/".join(["d"] * 200)
 
 
