@@ -164,11 +164,11 @@ def _pending_backend_metrics(now: datetime) -> Iterator[Metric]:
 
 
 def _process_metrics(now: datetime) -> Iterator[Metric]:
-    earliest = now - timedelta(seconds=conf.cluster().web_stale_after)
-    web = WebProcess.objects.filter(seen_at__gte=earliest).count()
-    earliest = now - timedelta(seconds=controllers.SILENCE_LIMIT)
-    alive = ControllerBeat.objects.filter(seen_at__gte=earliest).count()
-    yield PROCESSES_FIGURE.of(("web", web), ("controller", alive))
+    web_since = now - timedelta(seconds=conf.cluster().web_stale_after)
+    web = WebProcess.objects.filter(seen_at__gte=web_since).count()
+    controllers_since = now - timedelta(seconds=controllers.SILENCE_LIMIT)
+    beats = ControllerBeat.objects.filter(seen_at__gte=controllers_since).count()
+    yield PROCESSES_FIGURE.of(("web", web), ("controller", beats))
     yield TASKS_WAITING_FIGURE.of((OrmQ.objects.count(),))
 
 

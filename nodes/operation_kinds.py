@@ -71,64 +71,64 @@ class NodeHooks:
         return lookup.find_node(text).id
 
 
+_KINDS = (
+    OperationKind(
+        load_request.KIND,
+        "model",
+        TaskType.STAGING,
+        handler=_load,
+        cancel=source_downloads.cancel_load,
+        expires=True,
+        attempt_keys=("setbacks", "engine_deaths"),
+    ),
+    OperationKind(
+        unload_requests.UNLOAD_KIND,
+        "model",
+        TaskType.DELETION,
+        handler=lambda context: unload_requests.UnloadModel(context.bus),
+    ),
+    OperationKind(
+        unload_requests.DELETE_KIND,
+        "model",
+        TaskType.DELETION,
+        is_deletion=True,
+        handler=lambda context: unload_requests.DeleteModel(context.bus),
+    ),
+    OperationKind(
+        imports.KIND,
+        "model",
+        attempt_keys=(imports.STALLED_SINCE,),
+        handler=_import,
+        cancel=imports.cancel_import,
+    ),
+    OperationKind(
+        unused_files.KIND,
+        "",
+        TaskType.DELETION,
+        is_deletion=True,
+        handler=lambda _: unused_files.RemoveFiles(),
+    ),
+    OperationKind(
+        drains.REMOVE_DEFINITION_KIND,
+        "model",
+        TaskType.DELETION,
+        is_deletion=True,
+        handler=lambda context: definition_removal.RemoveDefinition(context.bus),
+    ),
+    OperationKind(node_stop.KIND, "node", handler=lambda context: node_stop.StopNode(context.bus)),
+    *(
+        OperationKind(
+            name, "node", handler=lambda _: bulk.RunOnNodes(), retry_identity=_identity_of_bulk_retry
+        )
+        for name in bulk.VERBS
+    ),
+    *(
+        OperationKind(name, "backend", task_type, name == backend_requests.DELETE, targets=BackendTargets())
+        for name, task_type in _BACKEND_TASKS.items()
+    ),
+)
+
+
 def register() -> None:
     """Register the kinds; `NodesConfig.ready` calls this."""
-    kinds.register(
-        NodeHooks(),
-        OperationKind(
-            load_request.KIND,
-            "model",
-            TaskType.STAGING,
-            handler=_load,
-            cancel=source_downloads.cancel_load,
-            expires=True,
-            attempt_keys=("setbacks", "engine_deaths"),
-        ),
-        OperationKind(
-            unload_requests.UNLOAD_KIND,
-            "model",
-            TaskType.DELETION,
-            handler=lambda context: unload_requests.UnloadModel(context.bus),
-        ),
-        OperationKind(
-            unload_requests.DELETE_KIND,
-            "model",
-            TaskType.DELETION,
-            is_deletion=True,
-            handler=lambda context: unload_requests.DeleteModel(context.bus),
-        ),
-        OperationKind(
-            imports.KIND,
-            "model",
-            attempt_keys=(imports.STALLED_SINCE,),
-            handler=_import,
-            cancel=imports.cancel_import,
-        ),
-        OperationKind(
-            unused_files.KIND,
-            "",
-            TaskType.DELETION,
-            is_deletion=True,
-            handler=lambda _: unused_files.RemoveFiles(),
-        ),
-        OperationKind(
-            drains.REMOVE_DEFINITION_KIND,
-            "model",
-            TaskType.DELETION,
-            is_deletion=True,
-            handler=lambda context: definition_removal.RemoveDefinition(context.bus),
-        ),
-        OperationKind(node_stop.KIND, "node", handler=lambda context: node_stop.StopNode(context.bus)),
-        *(
-            OperationKind(
-                name, "node", handler=lambda _: bulk.RunOnNodes(), retry_identity=_identity_of_bulk_retry
-            )
-            for name in bulk.VERBS
-        ),
-        *(
-            OperationKind(
-                name, "backend", task_type, name == backend_requests.DELETE, targets=BackendTargets()
-            )
-            for name, task_type in _BACKEND_TASKS.items()
-        ),
-    )
+    kinds.register(NodeHooks(), *_KINDS)

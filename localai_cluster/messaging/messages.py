@@ -411,12 +411,8 @@ def encode_galleries(galleries: Sequence[Gallery]) -> str:
 
 
 def decode_galleries(text: str) -> tuple[Gallery, ...]:
-    """Decode the value of `backend_galleries`; `null` is an empty list.
-
-    Raise DecodeError naming the wrong field.
-    """
-    value = _parse_json(text.encode("utf-8", "replace"))
-    return tuple(_convert_list(value, Gallery, "backend_galleries"))
+    """Decode the value of `backend_galleries`; `null` is an empty list. Raise DecodeError with the field."""
+    return _convert_list(_parse_json(text.encode("utf-8", "replace")), Gallery, "backend_galleries")
 
 
 def _to_json_value(value: Any) -> Any:
@@ -480,25 +476,24 @@ def _convert_value(value: Any, expected: Any, path: str) -> Any:
             raise _wrong_type_error(path, "a number", value)
         return float(value)
     if typing.get_origin(expected) is tuple:
-        return tuple(_convert_list(value, typing.get_args(expected)[0], path))
+        return _convert_list(value, typing.get_args(expected)[0], path)
     return _build_message(value, expected, path)
 
 
-def _convert_list(value: Any, item_type: Any, path: str) -> list[Any]:
+def _convert_list(value: Any, item_type: Any, path: str) -> tuple[Any, ...]:
     if value is None:
-        return []
+        return ()
     if not isinstance(value, list):
         raise _wrong_type_error(path, "a list", value)
     if len(value) > MAX_LIST_LENGTH:  # a hostile worker's list would take seconds of the event loop
         raise DecodeError(f"{path}: more than {MAX_LIST_LENGTH} entries", field=path)
     zero, items = item_type(), enumerate(value)
-    return [
+    return tuple(
         zero if item is None else _convert_value(item, item_type, f"{path}[{index}]") for index, item in items
-    ]
+    )
 
 
 def _wrong_type_error(path: str, expected: str, value: Any) -> DecodeError:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return DecodeError(
-        f"{path}: expected {expected}, got {names.get(type(value), 'this number')}", field=path
-    )
+    given = names.get(type(value), "this number")
+    return DecodeError(f"{path}: expected {expected}, got {given}", field=path)

@@ -174,7 +174,7 @@ class CancelScope:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._has_ended = True
         if self._error is not None:
-            # Whoever else has cancelled the task goes first.
+            # A cancellation by other code takes precedence.
             is_ours = self._task.uncancel() <= self._cancelling
             if is_ours and kind is asyncio.CancelledError:
                 raise self._error from None

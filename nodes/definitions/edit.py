@@ -1,8 +1,8 @@
 """Edits of a definition's YAML by a form; comments, order and quotes of unchanged settings stay.
 
 `ruamel.yaml` preserves them. It reads YAML 1.2, but the parser of definitions reads YAML 1.1. So that parser
-reads the result again: if the result is not the edited document, the document is written anew, without
-comments. A text of more than `MAX_EDITED_LENGTH` bytes is also written anew, because the library is slow.
+reads the result again: if the result is not the edited document, the document is rewritten without comments.
+A text of more than `MAX_EDITED_LENGTH` bytes is also rewritten, because the library is slow.
 """
 
 import io

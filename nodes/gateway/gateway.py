@@ -68,7 +68,10 @@ async def find_definition(name: str) -> Definition:
 
 
 async def find_model(request: InferenceRequest, name: str) -> Definition:
-    """Return the definition that the request is for, and set the request's model; raise like the above."""
+    """Return the definition of the model, and set the model of the request.
+
+    Raise the errors of `find_definition`.
+    """
     definition = await find_definition(name)
     request.model = definition.name
     return definition

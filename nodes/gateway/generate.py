@@ -388,16 +388,13 @@ class _EngineCalls:
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas of one choice; count its tokens, also if the client leaves before the end."""
         reader = ReplyReader(choice, self._generation.sampling, options.Tokens)
-        wants_stream = self._generation.stream
+        wants_stream, stall = self._generation.stream, conf.cluster().stream_stall
         try:
             # An engine may offer only streams, or only complete replies.
             for is_streamed in (wants_stream, not wants_stream):
                 replies = engine.predict_stream(options) if is_streamed else engine.predict(options)
                 first = self._request.deadline - clock.monotonic()
-                stall, message = (
-                    conf.cluster().stream_stall,
-                    _STALL_MESSAGE if is_streamed else _TIMEOUT_MESSAGE,
-                )
+                message = _STALL_MESSAGE if is_streamed else _TIMEOUT_MESSAGE
                 try:
                     async with aclosing(replies.within(first, stall, message)) as pieces:
                         async for reply in pieces:

@@ -387,15 +387,10 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
     A repeated enrolment changes nothing, and an enrolment never overrides an administrator's refusal: a
     revoked secret is not bound again, and a rejected or revoked node is not approved. Another fingerprint
     replaces the old fingerprint, because the caller already controls the database. Raises Conflict for a name
-    or a secret of another node.
+    or a secret of another node, and for a revoked secret if no node has the name.
     """
     names.check_name(name)
     with transaction.atomic():
-        if any_revoked([fingerprint]):
-            known = BackendNode.objects.filter(name=name).first()
-            if known is None:
-                raise errors.Conflict(REVOKED_SECRET_MESSAGE, field="secret")
-            return known
         BackendNode.objects.bulk_create(
             [_enrolled_node(name, fingerprint, actor, now)], ignore_conflicts=True
         )
@@ -406,6 +401,10 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
                 " remove that node (`nodes list` shows it)",
                 field="name",
             )
+        if any_revoked([fingerprint]):  # after the lock: a revocation holds the lock of its node
+            if node.fingerprint == fingerprint:  # created above
+                raise errors.Conflict(REVOKED_SECRET_MESSAGE, field="secret")
+            return node
         change = Change(node, now)
         _bind(change, fingerprint)
         if node.revision == 0 and node.approved_at is not None:

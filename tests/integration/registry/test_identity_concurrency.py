@@ -5,6 +5,7 @@ from uuid import uuid4
 
 import pytest
 
+from localai_cluster.accounts.actors import MAKE_RUN
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import errors
 from nodes.models import (
@@ -40,6 +41,19 @@ def test_two_revokes() -> None:
     assert unexpected(results) == []
     assert sum(isinstance(result, errors.Conflict) for result in results) == 1
     assert kinds(node).count("revoked") == RevokedSecret.objects.count() == 1
+
+
+@repeated
+def test_an_enrolment_that_meets_a_revocation_binds_nothing() -> None:
+    """Whichever is first: `make run` enrols its own worker at each start."""
+    node = claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
+    results = after(
+        held(node),
+        lambda: claims.revoke(node.pk, actor=ROOT, now=later(1)),
+        lambda: claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=later(1)),
+    )
+    assert unexpected(results) == []
+    assert (status(node), row(node).fingerprint) == ("pending", "")
 
 
 @repeated
