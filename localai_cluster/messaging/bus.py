@@ -34,9 +34,13 @@ class RequestTimeout(BusError):
 
 
 class NotConnected(BusError):
-    """The bus is not connected. A request that was being sent may or may not have arrived."""
+    """The bus is not connected: the message was not sent."""
 
     code = "not_connected"
+
+
+class ConnectionLost(NotConnected):
+    """The connection was lost after the request was sent; it may or may not have arrived."""
 
 
 class PayloadTooLarge(ClusterError):
@@ -99,7 +103,7 @@ class Bus(Protocol):
         """Send a request and return the reply, which must arrive within `timeout` seconds.
 
         Only a reply subject below `inbox` (`messages.inbox`) is used. Raise NoResponders, RequestTimeout,
-        NotConnected or PayloadTooLarge.
+        NotConnected, ConnectionLost or PayloadTooLarge.
         """
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:

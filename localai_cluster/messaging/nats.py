@@ -29,6 +29,7 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.bus import (
     UNQUEUED,
     BusError,
+    ConnectionLost,
     Handler,
     Message,
     NoResponders,
@@ -135,14 +136,14 @@ class NatsBus:
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
         """Return the reply received within `timeout` seconds.
 
-        Raise NoResponders, RequestTimeout, NotConnected or PayloadTooLarge.
+        Raise NoResponders, RequestTimeout, NotConnected, ConnectionLost or PayloadTooLarge.
         """
         try:
             reply = await self._live_link().request(subject, payload, inbox, timeout)
         except nats.errors.Error as error:
             raise translate_nats_error(error, subject) from error
         if reply is None:
-            raise NotConnected(f"the connection was lost while waiting for the reply on {subject}")
+            raise ConnectionLost(f"the connection was lost while waiting for the reply on {subject}")
         return reply
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:

@@ -369,8 +369,9 @@ class IntentQueue:
             case PutBack():
                 return outcome
             case BusDown(reason):
-                return PutBack(reason, BUS_RETRY_SECONDS)
-            case NotSent(reason):
+                # An earlier attempt may have sent the command.
+                return PutBack(reason, BUS_RETRY_SECONDS, busy=intent.row.unanswered_since is not None)
+            case NotSent(reason) if intent.row.unanswered_since is None:
                 return Failed(reason)
             case StillRunning(reason):
                 since = await self._overdue(intent, reason)

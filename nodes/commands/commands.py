@@ -361,8 +361,9 @@ class Worker:
             outcome = NoResponders(f"node {self.name} is not responding")
         except carrier.RequestTimeout:
             outcome = StillRunning(f"node {self.name} did not answer within {timeout:.0f} s")
-        except carrier.BusError:
-            outcome = BusDown("the message bus is not connected")
+        except carrier.BusError as error:
+            sent = isinstance(error, carrier.ConnectionLost)
+            outcome = BusDown("the message bus is not connected", sent=sent)
         except DecodeError as error:
             outcome = Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
         else:
@@ -372,8 +373,11 @@ class Worker:
         return outcome
 
     async def _command(self, request: object, kind: type[R], timeout: float, *, point: str) -> Outcome[R]:
-        """Send the command, and again after each reconnect; watch the worker meanwhile."""
-        deadline, instance = clock.monotonic() + timeout, self.instance
+        """Send the command, and again after each reconnect; watch the worker meanwhile.
+
+        Once it was sent, only a reply or the worker's absence proves that it is not running.
+        """
+        deadline, instance, sent = clock.monotonic() + timeout, self.instance, False
         ping_first = not (instance or self.answered)
         while (remaining := deadline - clock.monotonic()) > 0:
             if ping_first:
@@ -383,6 +387,8 @@ class Worker:
                         instance = listed.instance
                     case Unreadable():
                         pass  # something listens
+                    case StillRunning(reason) | BusDown(reason) if sent:
+                        return StillRunning(reason)
                     case StillRunning(reason):
                         return NotSent(reason)
                     case NoResponders() | BusDown():
@@ -395,6 +401,7 @@ class Worker:
             )
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
+            sent = sent or outcome is None or outcome.sent
             instance, ping_first = "", True  # the next turn begins by waiting for the bus
             await asyncio.sleep(_RETRY_PAUSE_SECONDS)
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")

@@ -77,6 +77,8 @@ class BusDown:
     """We are not connected to the bus; the state of the worker is unknown."""
 
     reason: str
+    sent: bool = False
+    """True if the command left before the connection was lost: the worker may be running it."""
 
 
 Outcome: TypeAlias = Done[R] | Refused[R] | StillRunning | NoResponders | Unreadable | BusDown

@@ -118,7 +118,9 @@ def hand_to_upgrade(rows: Sequence[NodeModel]) -> set[UUID]:
 
 
 def _active_upgrades() -> QuerySet[PendingBackendOp]:
+    # With `drain_until` and no lease, a controller died: its worker may be executing the command.
     at_it = Q(lease_until__isnull=False) | Q(unanswered_since__isnull=False) | Q(cancelled_at__isnull=False)
+    at_it |= Q(drain_until__isnull=False)
     return PendingBackendOp.objects.filter(at_it)
 
 

@@ -16,7 +16,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import RequestTimeout
+from localai_cluster.messaging.bus import ConnectionLost, NotConnected, RequestTimeout
 from localai_cluster.messaging.messages import decode
 from nodes.backends import admission, backend_requests, intent_queue, intents, wave_requests
 from nodes.backends.backend_requests import BackendRequest, RequestScope
@@ -30,6 +30,7 @@ from operations.ledger import attempts
 from operations.ledger.admission import Requester
 from operations.models import Event, Operation, OperationTarget
 from tests.support import hot
+from tests.support.bus import NEVER
 from tests.support.intents import Stage as OneIntent
 from tests.support.intents import claim, due_now, limits, quick
 
@@ -220,6 +221,48 @@ async def test_a_worker_that_may_be_busy_gets_no_requests(
     await stage.carries_out(intent)
     assert await hot.in_thread(lambda: PendingBackendOp.objects.get().lease_owner) == ""
     assert await hot.in_thread(stage.loaded, stage.node) == set()
+
+
+@pytest.mark.parametrize("later", [NotConnected("down"), RequestTimeout("frozen")], ids=str)
+async def test_a_worker_that_was_sent_the_command_gets_no_requests_while_it_cannot_answer(
+    stage: Stage, later: Exception
+) -> None:
+    """It may be stopping the engines: the bus was lost after the command had left."""
+    listed = messages.subject("backend.list", str(stage.node.id))
+
+    def loses_the_bus() -> Exception:
+        stage.bus.replies[listed] = NotConnected("down")
+        return ConnectionLost("lost")
+
+    stage.answers(loses_the_bus)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    assert (await stage.carries_out(intent)).status == "queued"
+    assert len(stage.sent) == 1
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    stage.bus.replies[listed] = later
+    await stage.again()
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    assert await hot.in_thread(drains.return_without_upgrade) == 0
+    stage.lists(ECHO)
+    stage.answers(STOPPED)
+    assert (await stage.again()).status == "success"
+    assert await hot.in_thread(stage.loaded, stage.node) == {"n"}
+
+
+async def test_the_replicas_stay_out_when_the_controller_dies_after_the_command(stage: Stage) -> None:
+    """The worker goes on; the next controller joins the command."""
+    intent = await hot.in_thread(stage.begins_in_waves)
+    stage.answers(NEVER)
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await hot.until(lambda: len(stage.sent) == 1)
+    attempt.cancel()
+    await asyncio.gather(attempt, return_exceptions=True)
+    await hot.in_thread(partial(intents.reap, now=clock.now() + timedelta(minutes=5)))
+    assert await hot.in_thread(drains.return_without_upgrade) == 0
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    stage.answers(STOPPED)
+    assert (await stage.again()).status == "success"
+    assert await hot.in_thread(stage.loaded, stage.node) == {"n"}
 
 
 async def test_a_cancelled_wait_sends_nothing_and_the_replicas_serve_again(stage: Stage) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit import clock, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import BusError, Message, NotConnected, RequestTimeout
+from localai_cluster.messaging.bus import BusError, ConnectionLost, Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.bus import NoResponders as NoListener
 from localai_cluster.messaging.messages import encode
 from nodes.backends import node_commands
@@ -450,6 +450,23 @@ async def test_a_bus_that_stays_away_is_told(bus: PlayedBus) -> None:
     bus.connected_since = -math.inf
     bus.replies[LIST] = NotConnected("lost")
     assert type(await install(bus)) is BusDown
+
+
+@pytest.mark.parametrize(
+    ("lost", "outcome"), [(ConnectionLost("lost"), StillRunning), (NotConnected("down"), BusDown)], ids=str
+)
+@pytest.mark.rule("R6.3", "T-UNL-17")
+async def test_a_command_that_was_sent_may_be_running_though_the_bus_stays_away(
+    bus: PlayedBus, lost: BusError, outcome: type
+) -> None:
+    bus.replies |= {LIST: [HERE, NotConnected("lost")], INSTALL: lost}
+    assert type(await install(bus)) is outcome
+
+
+@pytest.mark.rule("R6.3")
+async def test_a_worker_that_freezes_after_the_command_may_be_running_it(bus: PlayedBus) -> None:
+    bus.replies |= {LIST: [HERE, RequestTimeout("frozen")], INSTALL: ConnectionLost("lost")}
+    assert type(await install(bus)) is StillRunning
 
 
 @pytest.mark.parametrize(
