@@ -370,9 +370,9 @@ class NodeEvent(models.Model):
     kind = models.CharField(max_length=24, choices=Kind)
     at = models.DateTimeField()
     last_at = models.DateTimeField()
-    """Time when a repeated conflict last occurred; otherwise equal to `at`."""
+    """Time when a repeated event of a worker last occurred; otherwise equal to `at`."""
     count = models.IntegerField(default=1)
-    """Number of occurrences of a conflict within the minute; 1 for other events."""
+    """Number of occurrences of a worker's event within the minute; 1 for other events."""
     actor_kind = models.CharField(max_length=16)
     actor = models.CharField(max_length=150)
     cause = models.CharField(max_length=255, blank=True, default="")
@@ -381,8 +381,8 @@ class NodeEvent(models.Model):
     detail = models.JSONField(default=dict, blank=True)
     request_id = models.CharField(max_length=64, blank=True, default="")
     repeat_key = models.CharField(max_length=64, null=True, blank=True, unique=True)
-    """Node, kind, cause and minute of a conflict event. Equal conflicts increase its count. Null for
-    others."""
+    """Node, kind, cause, status and minute of a worker's event that changes no status. Equal events increase
+    its count. Null for others."""
 
     class Meta:
         db_table = "node_events"

@@ -166,7 +166,7 @@ def record_conflict(
         node.status,
         {"kind": kind.value, "source_address": source_address, "advertised_address": advertised_address},
     )
-    timeline.record_repeated(entry, at=now)
+    timeline.record(entry, at=now)
     return errors.Conflict(_REFUSAL_TEXT_BY_KIND[kind].format(name=node.name), field="name")
 
 
@@ -282,7 +282,7 @@ def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
 def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> None:
     """Move a node without a secret of its own to the claimed address.
 
-    From then on requests from the previous address are refused, and its bus credentials are revoked.
+    From then on registrations from the previous address are refused, and its bus credentials are revoked.
     """
     if not change.node.weak_identity:
         raise errors.Conflict("the node has a secret of its own by now", field="kind")

@@ -167,7 +167,7 @@ def _record_refusal(node: BackendNode, cause: str, detail: Mapping[str, str], no
     entry = Entry(node.id, node.name, kind, actors.WORKER, cause, status, status, detail)
     # Counted, one row a minute: a worker must not be able to fill the timeline.
     with transaction.atomic():
-        timeline.record_repeated(entry, at=now)
+        timeline.record(entry, at=now)
 
 
 def http_server(node_id: UUID) -> HttpServer:

@@ -140,12 +140,24 @@ def test_a_page_costs_the_same_however_long_the_timeline() -> None:
     assert counts == {2}
 
 
-def test_repeated_conflicts_are_one_event_with_a_count() -> None:
+@pytest.mark.parametrize("kind", [NodeEvent.Kind.CONFLICT, NodeEvent.Kind.REGISTERED])
+def test_repeated_events_of_a_worker_are_one_event_with_a_count(kind: NodeEvent.Kind) -> None:
     """A minute each; the time of the first and of the last."""
     node = api.make_node()
     now = clock.now().replace(second=0, microsecond=0)
-    entry = timeline.Entry(node.id, "w1", NodeEvent.Kind.CONFLICT, actors.WORKER, "another secret")
+    entry = timeline.Entry(node.id, "w1", kind, actors.WORKER, "another secret", "healthy", "healthy")
+    other = timeline.Entry(node.id, "w1", kind, actors.WORKER, "another secret", "offline", "healthy")
     for second in (1, 2, 3):
-        timeline.record_repeated(entry, at=now.replace(second=second))
-    (event,) = events(node.id, "?kind=conflict").json()["events"]
-    assert (event["count"], event["at"][17:19], event["last_at"][17:19]) == (3, "01", "03")
+        timeline.record(entry, at=now.replace(second=second))
+    timeline.record(entry, other, entry, at=now.replace(second=4))
+    told = events(node.id, f"?kind={kind}").json()["events"]
+    other_event, event = (event for event in told if event["cause"] == "another secret")
+    assert (event["count"], event["at"][17:19], event["last_at"][17:19]) == (5, "01", "04")
+    assert other_event["count"] == 1
+
+
+def test_each_event_of_a_person_has_its_own_row() -> None:
+    node = api.make_node()
+    entry = timeline.Entry(node.id, "w1", NodeEvent.Kind.DRAINED, actors.command("ann"), "power")
+    timeline.record(entry, entry, at=clock.now())
+    assert [event["count"] for event in events(node.id, "?kind=drained").json()["events"]] == [1, 1]

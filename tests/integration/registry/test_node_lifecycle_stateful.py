@@ -6,6 +6,7 @@ target, an admin's drain is there until an admin ends it, an identity changes ha
 timeline tells every event once.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -523,17 +524,21 @@ class Fleet(RuleBasedStateMachine):
         assert set(NodeModel.objects.serving().values_list("node_id", flat=True)) <= chosen
 
     def the_timeline_tells_every_event_once(self, events: list[tuple[UUID, str, str, int]]) -> None:
-        """In order, with the actor; conflicts by their count; also of nodes that are gone."""
-        told: dict[UUID, list[tuple[str, str]]] = {}
-        counted: dict[UUID, int] = {}
+        """In order, with the actor; those of workers by their count; also of nodes that are gone."""
+        told: dict[UUID, list[tuple[str, str]]] = {node_id: [] for node_id, *_ in events}
+        counted: dict[UUID, Counter[tuple[str, str]]] = {node_id: Counter() for node_id in told}
         for node_id, kind, actor, count in events:
-            if kind == "conflict":
-                counted[node_id] = counted.get(node_id, 0) + count
-            else:
-                told.setdefault(node_id, []).append((kind, actor))
+            counted[node_id][kind, actor] += count
+            if kind != "conflict":
+                told[node_id].append((kind, actor))
         everyone = {**self.gone, **self.nodes}
-        assert told == {node.id: node.told for node in everyone.values()}
-        assert counted == {node.id: node.conflicts for node in everyone.values() if node.conflicts}
+        conflicts = {node.id: {("conflict", "worker"): node.conflicts} for node in everyone.values()}
+        assert counted == {
+            node.id: Counter(node.told) + Counter(conflicts[node.id]) for node in everyone.values()
+        }
+        for node in everyone.values():
+            rest = iter(node.told)
+            assert all(event in rest for event in told[node.id]), "in order"
 
     def every_conflict_is_there_to_be_seen(self) -> None:
         """Once for each claimant, in the state an admin gave it."""

@@ -153,7 +153,7 @@ def test_conflicts_of_one_cause_are_one_row_a_minute() -> None:
     }
 
 
-def test_transitions_labels_and_overrides_are_never_counted_together() -> None:
+def test_transitions_labels_and_overrides_by_people_are_never_counted_together() -> None:
     node = approved()
     for _ in range(3):
         lifecycle.drain(node.pk, actor=ROOT, now=NOW)
@@ -166,7 +166,17 @@ def test_transitions_labels_and_overrides_are_never_counted_together() -> None:
     assert len(events) == 12
     assert len(told(node, "labels")) > 6
     assert {event.count for event in events} == {1}
-    assert not NodeEvent.objects.filter(repeat_key__isnull=False).exists()
+    assert {event.actor for event in NodeEvent.objects.filter(repeat_key__isnull=False)} == {"worker"}
+
+
+def test_a_flood_of_registrations_is_a_few_events_a_minute() -> None:
+    """Whoever holds the registration token can send them without end."""
+    node = approved()
+    before = NodeEvent.objects.count()
+    for number in range(20):
+        register(instance=f"{number:032x}", labels={"run": str(number)}, now=later(number))
+    assert {event.count for event in told(node, "registered", "labels")[-2:]} == {20}
+    assert NodeEvent.objects.count() - before == 2
 
 
 def test_decisions_are_told_with_the_conflict() -> None:
