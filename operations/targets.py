@@ -20,6 +20,8 @@ Queries filter by these and do not exclude `ENDED`, because PostgreSQL uses a pa
 condition that implies its own.
 """
 NO_ELIGIBLE_NODE = "no eligible node"
+MAX_NAMED_FAILURES = 10
+"""Failed targets that an operation's error names; the others are counted."""
 MAX_RUNNING_PERCENT = 99.0
 _MAX_BYTES = 2**63 - 1
 """Largest value of a column; the sum of the workers' figures may exceed it."""
@@ -90,7 +92,9 @@ def summarize_targets(kind: str, parts: Sequence[OperationTarget]) -> TargetsSum
 def _final_state(parts: Sequence[OperationTarget], progress: float, attempts: int) -> TargetsSummary:
     failed = [part for part in parts if part.status == TargetStatus.ERROR]
     if failed:
-        reasons = [part.error if len(parts) == 1 else f"{part.node_name}: {part.error}" for part in failed]
+        named = failed[:MAX_NAMED_FAILURES]
+        reasons = [part.error if len(parts) == 1 else f"{part.node_name}: {part.error}" for part in named]
+        reasons += [f"and {len(failed) - len(named)} more"] if len(failed) > len(named) else []
         error = "; ".join(reasons)
         return TargetsSummary(Status.FAILED, f"error: {error}", error, progress=progress, attempts=attempts)
     if any(part.status == TargetStatus.SUCCESS for part in parts):

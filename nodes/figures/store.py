@@ -42,16 +42,20 @@ SqlParameters = dict[str, Any]
 """Parameters of a SQL statement by name."""
 
 
-def _mib(value: str) -> str:
-    """Return SQL that converts bytes to MiB in the range of an integer.
+def _integer(value: str) -> str:
+    """Return SQL that limits a number to the largest integer; NULL stays NULL.
 
     A wrong sensor value must not make the samples of all nodes fail.
     """
-    return f"(({value}) >> 20 & {_MAX_INTEGER})::int"
+    return f"(CASE WHEN {value} > {_MAX_INTEGER} THEN {_MAX_INTEGER} ELSE {value} END)::int"
+
+
+def _mib(value: str) -> str:
+    return _integer(f"(({value}) >> 20)")
 
 
 def _sum(value: str) -> str:
-    return f"(sum({value}) & {_MAX_INTEGER})::int"
+    return _integer(f"sum({value})")
 
 
 _VRAM_LIMIT = "CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END"

@@ -105,6 +105,16 @@ def test_a_wrong_sensor_does_not_fail_the_samples_of_all_nodes() -> None:
     assert sample(AT) == 3
 
 
+def test_figures_above_two_pebibytes_are_the_largest_that_a_sample_has() -> None:
+    """They never start again at zero."""
+    nodes = [hot.node(f"big{number}", total_disk=3 * 2**50, available_disk=2**50) for number in range(2)]
+    assert sample(AT) == 3
+    assert read_node(nodes[0], AT, SAMPLE_EVERY, 1)["disk_used"] == [2**31 - 1]
+    cluster = store.read(["cluster"], Span(AT, SAMPLE_EVERY, 1))["cluster"]
+    assert (cluster["disk_used"], cluster["disk_total"]) == ([2**31 - 1], [2**31 - 1])
+    assert "ram_used" not in read_node(nodes[0], AT, SAMPLE_EVERY, 1)
+
+
 def test_processes_add_up_what_they_have_counted() -> None:
     """Also at once, in any order of the models."""
     partitions.create_missing([(store.SAMPLES_TABLE, AT)])

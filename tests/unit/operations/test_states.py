@@ -119,6 +119,16 @@ def test_a_failure_on_one_node_names_it_and_waits_for_the_others() -> None:
     assert summarize_targets("backend_install", both).error == "two: no room; one: gone"
 
 
+@pytest.mark.rule("O16", "D-FAILURES-NAMED")
+def test_of_many_failures_ten_are_named_and_the_others_counted() -> None:
+    """Each list and each event of operations has this text."""
+    names = [f"n{number}" for number in range(1, 13)]
+    many = [part(name, TargetStatus.ERROR, error="full") for name in names]
+    expected = "; ".join(f"{name}: full" for name in names[:10])
+    assert summarize_targets("backend_install", many[:10]).error == expected
+    assert summarize_targets("backend_install", many).error == f"{expected}; and 2 more"
+
+
 @pytest.mark.parametrize("kind", ["backend_install", "backend_upgrade", "backend_delete"])
 @pytest.mark.rule("R6.20", "R6.26", "T-MGR-1", "T-MGR-2", "T-MGR-3", "T-MGR-17", "T-MGR-18", "T-MGR-25")
 @pytest.mark.rule("T-MGR-26")
