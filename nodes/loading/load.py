@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn, assert_never
 from uuid import UUID
 
@@ -131,8 +130,8 @@ class LoadModel:
     async def _run(self, attempt: Attempt) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
         """Load the model; return the engine's address, its options, and result fields on missing files."""
         await self._ensure_backend(attempt)
-        options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
-        options |= attempt.slot.options
+        slot = attempt.slot
+        options = {**(slot.tuned_options or attempt.definition.options), **slot.options}
         located, without = await staging.stage_files(attempt, options, self._transfer_limits, self._wake_ups)
         if attempt.eviction is not None:
             await wait_until_evicted(attempt, attempt.eviction)
@@ -366,69 +365,6 @@ async def _wait_until_slot_lost(attempt: Attempt) -> NoReturn:
         with contextlib.suppress(DatabaseError):
             if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.work.attempt):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")
-
-
-def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
-    """Return the load options for an engine on the node. One query."""
-    options = dict(definition.options)
-    if not conf.cluster().node_options:
-        return options
-    columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")
-    row = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
-    return tune_options(options, definition.backend, Machine(*row) if row else Machine())
-
-
-_GIB = 2**30
-_DEFAULT_BATCH_SIZES = (512, 2048)
-"""Batch sizes that may be changed; any other value was configured."""
-_DEFAULT_CONTEXT_TOKENS = 4096
-_SCRATCH_BYTES_PER_TOKEN = 1536 * 16
-"""Bytes per token of context that the larger batch allocates."""
-_MIN_GPU_GENERATION = 12
-_PARALLEL_BY_MEMORY = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
-"""Pairs of usable memory in bytes and the number of parallel requests; the first pair that fits applies."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The facts about a node from which options are tuned."""
-
-    total_vram: int = 0
-    """Bytes of VRAM; 0 = unknown."""
-    budget: int = 0
-    """Bytes of the memory budget; 0 = no limit."""
-    compute_capability: str = ""
-
-    @property
-    def usable(self) -> int:
-        """Usable memory in bytes."""
-        return min(self.total_vram, self.budget) if self.budget else self.total_vram
-
-    @property
-    def generation(self) -> int:
-        """Major version of the GPU's compute capability; 0 = unknown."""
-        major = self.compute_capability.partition(".")[0]
-        return int(major) if major.isascii() and major.isdigit() else 0
-
-
-def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
-    """Return the options tuned to this machine; configured values stay."""
-    result = dict(options)
-    roomy = (
-        0
-        < (options.get("ContextSize") or _DEFAULT_CONTEXT_TOKENS) * _SCRATCH_BYTES_PER_TOKEN
-        <= machine.usable // 4
-    )
-    if result.get("NBatch") in _DEFAULT_BATCH_SIZES:
-        result["NBatch"] = 2048 if roomy and machine.generation >= _MIN_GPU_GENERATION else 512
-    extra = list(result.get("Options") or ())
-    is_configured = any(
-        str(option).partition(":")[0].strip() in ("parallel", "n_parallel") for option in extra
-    )
-    parallel = next((count for least, count in _PARALLEL_BY_MEMORY if machine.usable >= least), 0)
-    if "llama-cpp" in backend.lower() and roomy and parallel and not is_configured:
-        result["Options"] = [*extra, f"parallel:{parallel}"]
-    return result
 
 
 def fingerprint(options: Mapping[str, Any]) -> str:

@@ -11,10 +11,10 @@ reserved while controllers stop the replicas, even if the load ends first.
 
 import asyncio
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import assert_never
+from typing import Any, assert_never
 from uuid import UUID
 
 from localai_cluster.kit import cancellation, clock, conf
@@ -27,6 +27,7 @@ from nodes.decisions import decision_log, fleet_cache
 from nodes.decisions.decision_log import DecisionRecord, SnapshotSections
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder
+from nodes.definitions.sizes import ModelFiles
 from nodes.loading import load_attempts, load_info, load_request
 from nodes.loading.load_attempts import (
     Attempt,
@@ -38,10 +39,11 @@ from nodes.loading.load_attempts import (
 )
 from nodes.loading.load_request import LACKS_ROOM, TURN, LoadRequest, ProgressDeadline, request_of
 from nodes.loading.load_snapshots import encode_load
-from nodes.models import NodeBackend, ReplicaState
+from nodes.models import BackendNode, NodeBackend, ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
 from nodes.placement.evict import Eviction, choose_victims, join_names
 from nodes.placement.explain import DecisionOutcome, Explanation, FleetView
+from nodes.placement.fit import EngineReading
 from nodes.placement.load_decision import LoadQuestion, decide_load
 from nodes.placement.load_times import (
     NodeBackoff,
@@ -53,7 +55,7 @@ from nodes.placement.load_times import (
     seconds_until_retry,
 )
 from nodes.replicas import eviction, fleet_queries, slots
-from nodes.replicas.slots import NoSlot, Slot
+from nodes.replicas.slots import NoSlot, Slot, TunedLoad
 from operations.executor.work import Abandoned, Work, in_thread
 from operations.models import Operation, OperationTarget, TargetStatus
 
@@ -68,6 +70,15 @@ CONTACTS_AT_ONCE = 16
 EVICTION_POLL = 0.5
 _REFUSAL_LIFETIME = timedelta(minutes=10)
 """Time for which a node ranks last because the installation of the backend failed there."""
+_GIB = 2**30
+_DEFAULT_BATCH_SIZES = (512, 2048)
+"""Batch sizes that may be changed; any other value was configured."""
+_DEFAULT_CONTEXT_TOKENS = 4096
+_SCRATCH_BYTES_PER_TOKEN = 1536 * 16
+"""Bytes per token of context that the larger batch allocates."""
+_MIN_GPU_GENERATION = 12
+_PARALLEL_BY_MEMORY = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
+"""Pairs of usable memory in bytes and the number of parallel requests; the first pair that fits applies."""
 _NO_BUS_REASON = "this controller is not connected to the message bus"
 
 
@@ -90,6 +101,8 @@ class LoadNeeds:
     conflicts: frozenset[str] = frozenset()
     payload: int = 0
     """Bytes of the model's files; 0 = unknown."""
+    files: ModelFiles | None = None
+    readings: Sequence[EngineReading] = ()
 
 
 async def read_needs(definitions: Folder, definition: Definition) -> LoadNeeds:
@@ -97,7 +110,8 @@ async def read_needs(definitions: Folder, definition: Definition) -> LoadNeeds:
     files = await definitions.sizes.of(definition)
     readings = await in_thread(load_info.readings_of, definition)
     need = load_request.estimate_need(definition, files, readings)
-    return LoadNeeds(definition, need, await definitions.conflicting(definition), files.payload)
+    conflicts = await definitions.conflicting(definition)
+    return LoadNeeds(definition, need, conflicts, files.payload, files, readings)
 
 
 async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
@@ -120,7 +134,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds) -> Attempt:
             victims = await in_thread(find_eviction, wanted.definition.name, question, decision, created)
         explanation = decide_load(question, decision, victims)
         if explanation.node is None:
-            raise await _record_without_node(work, question, victims, explanation)
+            raise await _record_without_node(work, question, backoffs, victims, explanation)
         ranked_nodes = decision.ranked or [explanation.node]
         if explanation.node.id not in listings:
             answer = await _contact_workers(
@@ -198,6 +212,20 @@ def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
     }
 
 
+def _tuned(wanted: LoadNeeds, node_id: UUID) -> TunedLoad | None:
+    """Return the options tuned to the node and the need with them; None if nothing differs. One query."""
+    definition = wanted.definition
+    if wanted.files is None or not conf.cluster().node_options:
+        return None
+    columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")
+    row = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
+    options = tune_options(definition.options, definition.backend, Machine(*row) if row else Machine())
+    if options == definition.options:
+        return None
+    tuned = replace(definition, options=options)
+    return TunedLoad(load_request.estimate_need(tuned, wanted.files, wanted.readings), options)
+
+
 def _reserve(
     work: Work, wanted: LoadNeeds, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
 ) -> Slot | NoSlot:
@@ -217,6 +245,7 @@ def _reserve(
         room=None if layers else victims,
         why=DecisionRecord(definition.name, work.id, explanation, snapshot_ref),
         gpu_layers=layers,
+        tuned=None if layers else _tuned(wanted, explanation.node.id),
     )
 
 
@@ -242,15 +271,19 @@ async def _contact_workers(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> 
 
 
 async def _record_without_node(
-    work: Work, question: LoadQuestion, victims: Eviction | None, explanation: Explanation
+    work: Work,
+    question: LoadQuestion,
+    backoffs: NodeBackoffs,
+    victims: Eviction | None,
+    explanation: Explanation,
 ) -> Exception:
     """Record the decision, and return the exception that ends this attempt with the same sentence.
 
     Recording comes first, so that every waiting load has a record. The payload of a waiting load contains its
     need, which determines when the load is woken; `LACKS_ROOM`, which makes the replica pass terminate the
-    replaced replica first; and the node whose memory the load gets before younger loads.
+    replaced replica first; and the node whose memory the load gets before younger loads. `backoffs` are the
+    load's own: recent refusals of its backend are read anew by each attempt.
     """
-    backoffs = question.view.backoffs
     back_off = seconds_until_retry(backoffs, clock.now())
     seconds = _NODE_POLL_SECONDS if back_off is None else min(back_off, _NODE_POLL_SECONDS)
     turn = victims.turn if victims is not None else None
@@ -355,3 +388,45 @@ async def wait_until_evicted(attempt: Attempt, evicted: Eviction) -> None:
 
 def _remaining_replicas(replica_ids: Sequence[UUID]) -> list[tuple[str, str]]:
     return [(str(row), row.state) for row in eviction.remaining_rows(replica_ids)]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts about a node from which options are tuned."""
+
+    total_vram: int = 0
+    """Bytes of VRAM; 0 = unknown."""
+    budget: int = 0
+    """Bytes of the memory budget; 0 = no limit."""
+    compute_capability: str = ""
+
+    @property
+    def usable(self) -> int:
+        """Usable memory in bytes."""
+        return min(self.total_vram, self.budget) if self.budget else self.total_vram
+
+    @property
+    def generation(self) -> int:
+        """Major version of the GPU's compute capability; 0 = unknown."""
+        major = self.compute_capability.partition(".")[0]
+        return int(major) if major.isascii() and major.isdigit() else 0
+
+
+def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
+    """Return the options tuned to this machine; configured values stay."""
+    result = dict(options)
+    roomy = (
+        0
+        < (options.get("ContextSize") or _DEFAULT_CONTEXT_TOKENS) * _SCRATCH_BYTES_PER_TOKEN
+        <= machine.usable // 4
+    )
+    if result.get("NBatch") in _DEFAULT_BATCH_SIZES:
+        result["NBatch"] = 2048 if roomy and machine.generation >= _MIN_GPU_GENERATION else 512
+    extra = list(result.get("Options") or ())
+    is_configured = any(
+        str(option).partition(":")[0].strip() in ("parallel", "n_parallel") for option in extra
+    )
+    parallel = next((count for least, count in _PARALLEL_BY_MEMORY if machine.usable >= least), 0)
+    if "llama-cpp" in backend.lower() and roomy and parallel and not is_configured:
+        result["Options"] = [*extra, f"parallel:{parallel}"]
+    return result

@@ -56,6 +56,8 @@ class MemoryReservation:
 
     columns: Mapping[str, Any]
     gpus: tuple[GpuShare, ...] = ()
+    is_tuned: bool = True
+    """True if the engine may get the options that are tuned to the node."""
 
 
 def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
@@ -129,16 +131,23 @@ def _after_stops(
 
 
 def reserve_for_load(
-    node: BackendNode, need: Need, *, now: datetime, terminating: Collection[Resident] = ()
+    node: BackendNode,
+    need: Need,
+    tuned: Need | None = None,
+    *,
+    now: datetime,
+    terminating: Collection[Resident] = (),
 ) -> MemoryReservation | None:
     """Reserve a load's memory on the node and its GPUs; return None if the node lacks required memory.
 
-    `terminating`: replicas that free their memory before the load uses its reservation. Needs the node's
-    lock, so that no other load reserves memory and no reading arrives between the check and the write of the
-    row.
+    `tuned`: the need with the options tuned to the node, which replaces `need` if it fits. `terminating`:
+    replicas that free their memory before the load uses its reservation. Needs the node's lock, so that no
+    other load reserves memory and no reading arrives between the check and the write of the row.
     """
     free, free_by_gpu = _free(node)
     free_later, later = _after_stops(node, free, free_by_gpu, terminating)
+    fits_tuned = tuned is not None and tuned.shares(free_later, later, _needed(node, tuned)) is not None
+    need = tuned if tuned is not None and fits_tuned else need
     needed = _needed(node, need)
     shares = need.shares(free_later, later, needed)
     is_reported = max(node.total_vram, node.available_vram) > 0
@@ -170,7 +179,7 @@ def reserve_for_load(
         for index, share in sorted((shares or {}).items())
         if not need.own_gpus
     )
-    return MemoryReservation(columns, tuple(gpus))
+    return MemoryReservation(columns, tuple(gpus), is_tuned=fits_tuned)
 
 
 def reserve_unknown(node: BackendNode) -> MemoryReservation:

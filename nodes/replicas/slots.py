@@ -56,11 +56,21 @@ class Slot:
     """The only GPUs that the engine may see; empty for all GPUs."""
     gpu_layers: int = 0
     """Number of layers on the GPU if smaller than in the definition; 0 = as in the definition."""
+    tuned_options: Mapping[str, Any] | None = None
+    """The options tuned to the node, if it has the memory that they need."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Load options that differ from the definition's; stored in the row and not in a revision."""
         return {"NGPULayers": self.gpu_layers} if self.gpu_layers else {}
+
+
+@dataclass(frozen=True)
+class TunedLoad:
+    """The need of a load with the options tuned to a node, and these options."""
+
+    need: Need
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,13 +91,14 @@ def reserve(
     room: Eviction | None = None,
     why: DecisionRecord | None = None,
     gpu_layers: int = 0,
+    tuned: TunedLoad | None = None,
 ) -> Slot | NoSlot:
     """Take the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
     The function reads the current rows: an index is taken until its engine has ended, also in `unloading`
     (R1.67). `room` is an eviction: its victims terminate, and the memory that terminating replicas free
     counts as free. The slot must not be used before these replicas have ended. `why` is stored in the same
-    transaction.
+    transaction. The need of `tuned` replaces `need` if the node has the memory for it.
     """
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
@@ -100,7 +111,7 @@ def reserve(
         index = _index_with_disk(node, model_name, need)
         if isinstance(index, NoSlot):
             return index
-        memory = _memory(node, need, model_name, room, now)
+        memory = _memory(node, need, tuned, model_name, room, now)
         if isinstance(memory, NoSlot):
             return memory
         row = NodeModel.objects.create(
@@ -122,7 +133,8 @@ def reserve(
             # The slot in the snapshot may be another one.
             decided = replace(why, explanation=replace(why.explanation, replica_index=index))
             decision_log.record(decided, now=now, victims=room.victims if room else ())
-    return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers)
+    options = tuned.options if tuned is not None and memory.is_tuned else None
+    return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers, options)
 
 
 def _index_with_disk(node: BackendNode, model_name: str, need: Need) -> int | NoSlot:
@@ -165,7 +177,12 @@ def _free_index(node: BackendNode, model_name: str) -> int | None:
 
 
 def _memory(
-    node: BackendNode, need: Need, model_name: str, room: Eviction | None, now: datetime
+    node: BackendNode,
+    need: Need,
+    tuned: TunedLoad | None,
+    model_name: str,
+    room: Eviction | None,
+    now: datetime,
 ) -> reserved_memory.MemoryReservation | NoSlot:
     """Reserve the load's memory on the locked node and, if it suffices, terminate the victims of `room`.
 
@@ -180,8 +197,9 @@ def _memory(
         if reserved_memory.fits_after_stops(node, need, terminating=terminating):
             return NoSlot("another load has made room there meanwhile")
         terminating = [*terminating, *room.victims]
+    tuned_need = tuned.need if tuned is not None else None
     memory = (
-        reserved_memory.reserve_for_load(node, need, now=now, terminating=terminating)
+        reserved_memory.reserve_for_load(node, need, tuned_need, now=now, terminating=terminating)
         if need.vram > 0 or need.vram_share > 0
         else reserved_memory.reserve_unknown(node)
     )

@@ -17,7 +17,7 @@ from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.messages import decode
 from localai_cluster.rpc.errors import BackendError, Cancelled, DeadlineExceeded, Lost
 from nodes.decisions import fleet_cache
-from nodes.loading import load
+from nodes.loading import staging
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
@@ -194,13 +194,13 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
 ) -> None:
     """Its row went between the look at the backends and the start."""
     await hot.in_thread(stage.need_until)
-    plain = load.tuned_options
+    plain = staging.stage_files
 
-    def lost(*given: Any) -> Any:
-        NodeModel.objects.all().delete()
-        return plain(*given)
+    async def lost(*given: Any) -> Any:
+        await hot.in_thread(NodeModel.objects.all().delete)
+        return await plain(*given)
 
-    monkeypatch.setattr(load, "tuned_options", lost)
+    monkeypatch.setattr(staging, "stage_files", lost)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     ended = await stage.play()

@@ -1,23 +1,30 @@
 """GPUs one by one against a real PostgreSQL: told, shown, reserved, raced for, given back (D-GPUS)."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from google.protobuf import json_format
+from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.decisions import fleet_cache
+from nodes.definitions.files import Definition, parse_definition
+from nodes.definitions.headers import read_header
+from nodes.definitions.sizes import ModelFiles
 from nodes.live import rows as live_rows
-from nodes.loading import load
+from nodes.loading import load, load_placement, load_request
 from nodes.loading.load_attempts import LoadFailed
-from nodes.loading.load_placement import find_eviction
+from nodes.loading.load_placement import LoadNeeds, find_eviction
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose_node
 from nodes.placement.evict import Eviction
@@ -29,9 +36,10 @@ from nodes.replicas import engines, slots
 from nodes.replicas import stops as engine_stops
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone
-from tests.support import api, hot, pages
+from tests.support import api, gguf_files, hot, pages
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.fleet import at_once, unexpected
+from tests.support.gguf_models import MODELS
 from tests.support.loading import BACKEND, STARTED, EngineClient, Stage, stage, stops
 from tests.support.replicas import attempt, owner_of, publish
 
@@ -467,3 +475,43 @@ async def test_a_worker_that_starts_it_elsewhere_has_refused(
     assert stage.bus.stops(stage.one.id) == ["echo#0"]
     await stops(stage)
     assert await hot.in_thread(rooms, stage.one) == [24, 24]
+
+
+@pytest.mark.rule("R2.32", "R2.80")
+@pytest.mark.parametrize(("free", "options"), [(24, ["parallel:4"]), (21, None)], ids=["fits", "does not"])
+async def test_options_are_tuned_to_a_node_that_has_the_memory_for_them(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, settings: Settings, free: int, options: list[str] | None
+) -> None:
+    """Otherwise the engine takes more than was reserved for it, and that of others."""
+    settings.CLUSTER = replace(settings.CLUSTER, node_options=True)
+    heard = await hot.in_thread(told_load, stage, monkeypatch, 20)
+    (stage.folder / "echo.yaml").write_text("{name: echo, backend: llama-cpp, parameters: {model: echo}}")
+
+    def estimated(definition: Definition, *_: Any) -> Need:
+        return Need(vram=(22 if definition.options.get("Options") else 20) * GIB, vram_required=True)
+
+    monkeypatch.setattr("nodes.loading.load_request.estimate_need", estimated)
+    figures = {"gpus": gpus(free), "available_vram": free * GIB, "total_vram": 24 * GIB}
+    await hot.in_thread(partial(BackendNode.objects.filter(pk=stage.one.pk).update, **figures))
+    stage.lists(stage.one, m.InstalledBackend(name="llama-cpp"))
+    stage.installs(stage.one, m.InstallReply(True, STARTED.address, gpus=("GPU-0",)))
+    assert (await stage.handler(stage.work))["node"] == "one"
+    assert [one.get("Options") for one in heard] == [options]
+    assert await hot.in_thread(rooms, stage.one) == [2 if options else 1]
+
+
+@pytest.mark.rule("R2.41", "R2.80")
+def test_the_need_of_tuned_options_is_estimated(tmp_path: Path, settings: Settings) -> None:
+    """Each parallel request of gemma keeps windows of its own."""
+    settings.CLUSTER = replace(settings.CLUSTER, node_options=True)
+    (model,) = (model for model in MODELS if model.name == "gemma-3-27b")
+    path = gguf_files.write(tmp_path / "m.gguf", model)
+    files = ModelFiles(path.stat().st_size, header=read_header(path))
+    content = {"name": "m", "backend": "llama-cpp", "context_size": 32768, "parameters": {"model": "m.gguf"}}
+    definition = parse_definition(content, "m.yaml")
+    plain = load_request.estimate_need(definition, files)
+    node = told_by("one", 24, total_vram=24 * GIB)
+    tuned = load_placement._tuned(LoadNeeds(definition, plain, files=files), node.pk)
+    assert tuned is not None
+    assert tuned.options["Options"] == ["parallel:4"]
+    assert tuned.need.vram - plain.vram > GIB

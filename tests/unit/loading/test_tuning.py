@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from nodes.loading.load import Machine, fingerprint, tune_options
+from nodes.loading.load import fingerprint
+from nodes.loading.load_placement import Machine, tune_options
 from nodes.placement import load_times
 
 GIB = 2**30
