@@ -129,6 +129,11 @@ class Downloads:
         self._throttle = throttle
         self._slots = asyncio.Semaphore(PARALLEL_DOWNLOADS)
 
+    @property
+    def is_full(self) -> bool:
+        """True if a further download has to wait."""
+        return self._slots.locked()
+
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         """Download the archive to its partial file and verify its hash.
 

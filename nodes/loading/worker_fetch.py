@@ -62,6 +62,7 @@ class _AnswerLine(msgspec.Struct):
     error: str = ""
     unreachable: bool = False
     changed: bool = False
+    waiting: bool = False
 
 
 def unreached_hosts(node_id: UUID, *, now: datetime) -> dict[str, datetime]:
@@ -110,9 +111,11 @@ async def fetch(
                     raise FetchFailed(reason, is_unreachable=line.unreachable, has_changed=line.changed)
                 if line.local_path:
                     return line.local_path
-                if position < line.bytes <= size:
+                has_moved = position < line.bytes <= size
+                if has_moved:
                     position = line.bytes
                     on_position(position)
+                if has_moved or line.waiting:
                     watch.reschedule(clock.monotonic() + limit)
     except TimeoutError:
         raise FetchFailed(f"no further byte for {limit:.0f} s") from None

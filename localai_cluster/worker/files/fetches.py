@@ -1,7 +1,8 @@
 """POST /v1/files-fetch/<key>: the worker downloads a file of a model from the file's source.
 
 The body is JSON with `url` (http://, https:// or hf://owner/repository@commit/path), `size` and `sha256`. The
-response is a stream of JSON lines: `{"bytes", "total"}` each second, then `{"local_path"}` or `{"error"}`.
+response is a stream of JSON lines: `{"bytes", "total"}` each second, then `{"local_path"}` or `{"error"}`. A
+file that waits for other downloads of the worker has `"waiting": true` in its lines.
 The file appears under its key when it is complete and its hash is correct. If the client disconnects, the
 download stops; a later request resumes it at the next byte, even if the worker was killed meanwhile. After an
 error nothing of the file is left.
@@ -83,6 +84,8 @@ class _Fetch:
     size: int
     sha256: str
     position: int = 0
+    has_begun: bool = False
+    """True once its source was contacted."""
     is_unreachable: bool = False
     """True if the last attempt had no connection to the source."""
     halt: Halt = field(default_factory=Halt)
@@ -107,7 +110,9 @@ class Fetches:
         disconnect = asyncio.create_task(exchange.wait_disconnected())
         try:
             while not (running.done() or disconnect.done()):
-                await _send_line(exchange, {"bytes": fetch.position, "total": fetch.size})
+                line: dict[str, object] = {"bytes": fetch.position, "total": fetch.size}
+                is_waiting = self._downloads.is_full and not fetch.has_begun
+                await _send_line(exchange, line | ({"waiting": True} if is_waiting else {}))
                 await asyncio.wait(
                     {running, disconnect}, timeout=PROGRESS_LINE_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -182,6 +187,7 @@ class Fetches:
 
         @asynccontextmanager
         async def open_part(headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+            fetch.has_begun = True
             try:
                 async with self._outbound.open(fetch.address, headers) as response:
                     fetch.is_unreachable = False

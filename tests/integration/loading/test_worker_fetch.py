@@ -230,6 +230,24 @@ async def test_a_worker_without_a_further_byte_is_given_up(monkeypatch: pytest.M
             )
 
 
+class Turn(httpx.AsyncByteStream):
+    """The worker downloads other files for ten minutes, and then this one."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b'{"bytes": 0, "waiting": true}\n'
+            await asyncio.sleep(30)
+        yield b'{"local_path": "/x"}\n'
+
+
+@pytest.mark.looptime
+async def test_a_worker_that_downloads_other_files_first_is_waited_for() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Turn()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+        file = FileSource("https://h/a", DIGEST)
+        assert await worker_fetch.fetch(client, "models/m/a", file, 9, lambda position: None) == "/x"
+
+
 @pytest.mark.parametrize(
     ("setting", "stated", "count"),
     [

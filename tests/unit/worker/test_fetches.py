@@ -96,6 +96,24 @@ def test_a_former_file_and_an_unfinished_upload_are_replaced(
     assert on_disk(served, KEY).read_bytes() == DATA
 
 
+def test_a_file_that_waits_for_another_download_says_so(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "PARALLEL_DOWNLOADS", 1)
+    body = {"url": source.url("/w.gguf"), "size": len(DATA), "sha256": DIGEST}
+    with worker(fetching=fetches(Outbound([source.host, source.storage]))) as served:
+        client = httpx.Client(base_url=f"http://{served.address}", headers=BEARER, timeout=PATIENCE)
+        source.hold(2**20)
+        with client, client.stream("POST", f"/v1/files-fetch/{KEY}", json=body) as first:
+            assert source.paused.wait(PATIENCE)
+            with client.stream("POST", f"/v1/files-fetch/{KEY}2", json=body) as second:
+                lines = second.iter_lines()
+                assert json.loads(next(lines)) == {"bytes": 0, "total": len(DATA), "waiting": True}
+                assert "waiting" not in json.loads(next(first.iter_lines()))
+                source.release()
+                assert "local_path" in json.loads([*lines][-1])
+
+
 def test_the_hub_is_reached_by_its_mirror_and_gets_its_token_alone(files: Files, source: Source) -> None:
     source.tokens = {"/owner": TOKEN}
     assert "local_path" in last_line(fetch(files, "hf://owner/repo@0a1b/dir/w x.gguf"))
