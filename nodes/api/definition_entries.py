@@ -53,11 +53,10 @@ class DefinitionEntry:
 
     @property
     def state(self) -> str:
-        if self.stored is None:
-            return "active"
-        if self.file:
+        if self.stored is not None and self.file:
             return "shadowed"
-        if self.stored.row.disabled:
+        says_disabled = self.own is not None and self.own.disabled
+        if says_disabled or (self.stored is not None and self.stored.row.disabled):
             return "disabled"
         return "active" if self.error is None else "unusable"
 
@@ -91,6 +90,7 @@ def read_entries() -> list[DefinitionEntry]:
     """Return all models that a file or a row defines, sorted by name. Uses no query of this connection."""
     models = folder()
     in_force = {definition.name: definition for definition in async_to_sync(models.all)()}
+    in_force |= async_to_sync(models.disabled)()
     stored = {entry.row.name: entry for entry in async_to_sync(models.stored_rows)()}
     return [
         DefinitionEntry(name, in_force.get(name), stored.get(name))
@@ -101,7 +101,7 @@ def read_entries() -> list[DefinitionEntry]:
 def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
     """Return the entry of the model and its current row. Raise NotFound."""
     row, models = store.find(name), folder()
-    definition = async_to_sync(models.find)(name)
+    definition = async_to_sync(models.find)(name) or async_to_sync(models.disabled)().get(name)
     if row is None and (definition is None or definition.source.startswith(SOURCE_PREFIX)):
         raise errors.NotFound("there is no such definition")
     merged = MergedRow(stored_definition(row), store.file_of(name)) if row is not None else None

@@ -2,12 +2,12 @@
 
 A file wins over a row of the same name. A file that becomes unusable still wins, so that a slip in it does
 not bring another definition into force; a file that never was usable wins by the name that it states. A
-disabled row defines nothing. The folder is scanned at most once per second, and only files with a new size or
-time are read again. Rows are polled as often, and at once after a NOTIFY (`rows_changed`). A lookup of a
-known name waits for the read after a NOTIFY, but not for the regular polls. An unusable file or row is logged
-once with its reason and stays in `problems` until it is removed or repaired. It does not affect other
-definitions. While the folder cannot be listed, or a file's status cannot be read, the definitions that were
-read before stay in force.
+disabled row and a definition that says `disabled: true` define nothing. The folder is scanned at most once
+per second, and only files with a new size or time are read again. Rows are polled as often, and at once after
+a NOTIFY (`rows_changed`). A lookup of a known name waits for the read after a NOTIFY, but not for the regular
+polls. An unusable file or row is logged once with its reason and stays in `problems` until it is removed or
+repaired. It does not affect other definitions. While the folder cannot be listed, or a file's status cannot
+be read, the definitions that were read before stay in force.
 
 Each poll runs on a thread of its own, so an unresponsive folder (a mount whose server is down) or database
 blocks neither the event loop nor the process. Definitions that were read before stay in use. Every other
@@ -97,6 +97,8 @@ class Folder:
         self._row_polls = Poll(self._poll_rows, monotonic, limit)
         self._rows: rows.Rows | None = None if read_rows is not None else {}
         self._by_name: Mapping[str, Definition] = {}
+        self._disabled: Mapping[str, Definition] = {}
+        """The definitions that say `disabled: true`, by name."""
         self._file_names: Mapping[str, str] = {}
         """The files that define a model, or did before they became unusable, by its name."""
         self._size_polls = Poll(self._measure, monotonic, limit)
@@ -124,6 +126,11 @@ class Folder:
     async def reload(self, interval: float = 0.0) -> list[Definition]:
         """Read the folder and the rows unless they are recent enough; return every usable definition."""
         return sorted((await self._current(interval)).values(), key=lambda definition: definition.name)
+
+    async def disabled(self) -> Mapping[str, Definition]:
+        """Return the definitions that say `disabled: true`, by name: requests and rules do not find them."""
+        await self._current()
+        return self._disabled
 
     async def stored_rows(self) -> "list[MergedRow]":
         """Return all stored rows, also disabled and unusable ones; none before they were first read."""
@@ -312,6 +319,7 @@ class Folder:
                 broken[row.source] = _make_displayable(str(row.content))
             else:
                 by_name[row.name] = row.content
+        self._disabled = {name: by_name.pop(name) for name in [*by_name] if by_name[name].disabled}
         self._by_name, self._file_names = by_name, files
         is_replaced = not self._has_marker and any(row.expects_marker for row in (self._rows or {}).values())
         self._report(Problems(self._folder_problem or (LACKS_MARKER if is_replaced else ""), broken))

@@ -277,7 +277,7 @@ async def _publish(
         revision=attempt.definition.revision,
         now=now,
         replaces=request_of(attempt.work.operation).replaces,
-        remembered=load_info.columns_of(attempt.definition, now),
+        remembered=load_info.columns_of(attempt.definition),
         result=result,
     )
     if not published:

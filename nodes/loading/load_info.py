@@ -54,13 +54,13 @@ _DEVICE_EXPRESSION = Case(When(node__total_vram=0, then=Value("cpu")), default=F
 _READING_KEY_EXPRESSION = JSONObject(build=_BUILD_EXPRESSION, device=_DEVICE_EXPRESSION)
 
 
-def columns_of(definition: Definition, now: datetime) -> dict[str, Any]:
+def columns_of(definition: Definition) -> dict[str, Any]:
     """Return the columns that store this definition as that of the model's last load."""
     stored: dict[str, Any] = {}
     with suppress(UnicodeEncodeError):  # lone surrogates; nor does PostgreSQL store NUL
         content = msgspec.json.encode(definition)
         stored = {} if b"\\u0000" in content else json.loads(content)
-    return {"definition": stored, "withdrawn_at": now if definition.disabled else None}
+    return {"definition": stored, "withdrawn_at": None}
 
 
 async def find_definition(models: Folder, name: str) -> Definition | None:
@@ -132,14 +132,14 @@ def withdraw(defined: Iterable[Definition], unreadable: frozenset[str] | None, n
     """
     if unreadable is None:
         return 0
-    enabled = {definition.name: definition for definition in defined if not definition.disabled}
+    enabled = {definition.name: definition for definition in defined}
     withdrawn = ModelLoadInfo.objects.filter(withdrawn_at__isnull=False, model_name__in=enabled)
     restored = []
     for info in withdrawn.only("model_name", "definition"):
         definition = enabled[info.model_name]
         if info.definition.get("revision") == definition.revision:
-            # What is no part of the revision may have changed, as `disabled` and the name of the file.
-            info.definition, info.withdrawn_at = columns_of(definition, now).values()
+            # What is no part of the revision may have changed, as the name of the file.
+            info.definition, info.withdrawn_at = columns_of(definition).values()
             restored.append(info)
     ModelLoadInfo.objects.bulk_update(restored, ["definition", "withdrawn_at"])
     infos = ModelLoadInfo.objects.filter(withdrawn_at__isnull=True).exclude(model_name__in=enabled)

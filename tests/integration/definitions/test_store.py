@@ -392,7 +392,7 @@ async def test_what_a_person_deleted_or_disabled_is_not_loaded_from_its_record(
     row = await in_thread(save)
     definition = await folder.folder().find("m")
     assert definition is not None
-    columns = load_info.columns_of(definition, clock.now())
+    columns = load_info.columns_of(definition)
     await in_thread(lambda: ModelLoadInfo.objects.create(model_name="m", backend_type="echo", **columns))
     assert await in_thread(load_info._last_definition, "m", None) == definition
     if withdrawn == "disabled":

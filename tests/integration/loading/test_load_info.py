@@ -23,6 +23,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
+from nodes.api.definition_entries import find_entry, read_entries
 from nodes.decisions import fleet_cache
 from nodes.definitions import folder
 from nodes.definitions.files import Definition, read_definition
@@ -541,8 +542,6 @@ async def test_a_definition_that_comes_back_is_loaded_from_its_record_again(
 ) -> None:
     """Without a new load, and only as it is now."""
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
-    if withdrawn is disabled:
-        await in_thread(disabled, stage.folder)
     await load_once(stage)
 
     async def find_after(change: Callable[[Path], Any]) -> Definition | None:
@@ -557,7 +556,24 @@ async def test_a_definition_that_comes_back_is_loaded_from_its_record_again(
     assert await find_after(lambda path: defined(path, context_size=77)) is None, "never loaded"
     restored = await find_after(defined)
     assert restored is not None
-    assert not restored.disabled
+
+
+async def test_a_disabled_definition_is_not_loaded(
+    stage: Stage, loads: list[Any], settings: Settings
+) -> None:
+    """Neither by a request nor by a rule, and it hides a stored one of its name; it is still listed."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=stage.folder)
+    await in_thread(disabled, stage.folder)
+    await folder.folder().reload()
+    ready(stage, m.RunningReply())
+    with pytest.raises(NotFound):
+        await stage.handler(stage.work)
+    with pytest.raises(gateway.ModelNotFound):
+        await gateway.find_definition("echo")
+    assert await in_thread(replicas.definition_revisions) == {}
+    (listed,) = await in_thread(read_entries)
+    assert (listed.name, listed.state, listed.file) == ("echo", "disabled", "echo.yaml")
+    assert (await in_thread(find_entry, "echo"))[0].state == "disabled"
 
 
 def test_withdrawing_and_restoring_cost_equally_many_queries_for_any_number_of_models(
@@ -568,7 +584,7 @@ def test_withdrawing_and_restoring_cost_equally_many_queries_for_any_number_of_m
         ModelLoadInfo.objects.all().delete()
         definitions = [dataclasses.replace(definition, name=f"m{number}") for number in range(size)]
         for each in definitions:
-            columns = {**load_info.columns_of(each, clock.now()), "withdrawn_at": clock.now()}
+            columns = {**load_info.columns_of(each), "withdrawn_at": clock.now()}
             ModelLoadInfo.objects.create(model_name=each.name, backend_type="echo", **columns)
         with CaptureQueriesContext(connection) as queries:
             load_info.withdraw(definitions, frozenset(), clock.now())
