@@ -323,7 +323,7 @@ class SourceFinder:
         async def size(file: SourceFile) -> tuple[SourceFile, str]:
             try:
                 _, total = await probing.read_start(self.opener, file, 1)
-                return replace(file, size=total), ""
+                return replace(file, size=total or file.size), ""
             except SourceError as error:
                 return file, error.message
 
