@@ -9,9 +9,8 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,6 +97,15 @@ class Engine:
         """True while the process runs; False as soon as it has ended, even before it is reaped."""
         stat = processes.stat(self.process.pid)
         return self.process.returncode is None and stat is not None and stat.running
+
+    @contextlib.contextmanager
+    def being_stopped(self) -> Iterator[None]:
+        """Set `stopping` in this context. Afterwards, an engine that has not ended can be stopped again."""
+        self.stopping = True
+        try:
+            yield
+        finally:
+            self.stopping = self.ended.is_set()
 
     async def wait_started(self) -> bool:
         """Wait until the engine is ready (return True) or has ended (return False). Raise StopFailed."""
@@ -194,8 +202,8 @@ class EngineSupervisor:
         try:
             await self._wait_ready(engine)
         except BaseException:
-            engine.stopping = True
-            await self._end_process(engine)
+            with engine.being_stopped():
+                await self._end_process(engine)
             raise
         engine.ready.set()
         log.info("ready key=%s port=%d", key, port)
@@ -214,10 +222,10 @@ class EngineSupervisor:
         reply = replace(reply, address=engine.address)
         if engine.stopping:
             return replace(reply, error="it is already being stopped")
-        engine.stopping = True
-        freed, error = (False, "") if force else await self._free_memory(engine)
-        if not await self._end_process(engine):
-            engine.stopping = False
+        with engine.being_stopped():
+            freed, error = (False, "") if force else await self._free_memory(engine)
+            has_ended = await self._end_process(engine)
+        if not has_ended:
             return replace(reply, freed=freed, error=f"process {engine.process.pid} cannot be killed")
         return replace(reply, freed=freed, terminated=True, error=error)
 
@@ -340,9 +348,16 @@ class EngineSupervisor:
 
         Return True if the process has ended.
         """
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._is_hurried)
+        await self._try_end_processes(engine)
         return await cancellation.wait_for(engine.ended, FREE_TIMEOUT)
+
+    async def _try_end_processes(self, engine: Engine) -> None:
+        """End the engine's processes in a thread. Log an error: file descriptors or threads may run out."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._is_hurried)
+        except Exception:
+            log.exception("cannot end the processes of key=%s", engine.key)
 
     async def _watch_until_ended(self, engine: Engine) -> None:
         """Read the engine's output until the process ends, then clean up."""
@@ -359,7 +374,7 @@ class EngineSupervisor:
                 # If it was never ready, the reply of the starting command reports the failure.
                 self.exits.add(engine.key, engine.port)
             # Its child processes must not outlive it or keep its port.
-            await asyncio.get_running_loop().run_in_executor(self._threads, _end_processes, engine)
+            await self._try_end_processes(engine)
         await asyncio.wait(pumps, timeout=1.0)
         await cancellation.cancel_and_wait(*pumps)
         for pipe in engine.output:
@@ -433,7 +448,7 @@ async def _open_pipe() -> tuple[_PipeReader, int]:
     return _PipeReader(stream, transport), writing
 
 
-def _end_processes(engine: Engine, hurry: Callable[[], bool] = lambda: False) -> None:
+def _end_processes(engine: Engine, hurry: Callable[[], bool]) -> None:
     """End the engine's process group, then kill processes that have left the group. Blocks."""
     processes.end(engine.group, hurry)
     processes.sweep(engine.mark)
@@ -470,4 +485,4 @@ def _describe_exit(engine: Engine) -> str:
     code = engine.process.returncode
     if code is None:
         return "still running"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+    return processes.describe_exit(code) if code < 0 else f"exit {code}"

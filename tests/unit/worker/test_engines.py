@@ -2,6 +2,7 @@
 for."""
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock, processes
+from localai_cluster.kit.cancellation import cancel_and_wait
 from localai_cluster.messaging.messages import InstallRequest, split_process_key
 from localai_cluster.worker import engines
 from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.engine_exits import Exits
-from localai_cluster.worker.engines import EngineSupervisor, StartFailed
+from localai_cluster.worker.engines import Engine, EngineSupervisor, StartFailed
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import NoFreePort, PortAllocator
@@ -156,6 +158,74 @@ async def test_a_stubborn_engine_is_killed_after_the_grace(
     with pytest.raises(StartFailed, match="stopped while it started"):
         await starting
     assert (await supervisor.stop("m#0", force=True)).matched is False
+
+
+async def start_ready(supervisor: EngineSupervisor, folder: Path) -> Engine:
+    """Start an engine `m#0` that counts as ready once its process runs."""
+    start = script(folder, f"touch {folder}/up; exec sleep 1000")
+    starting = asyncio.create_task(supervisor.start("m#0", "b", start))
+    starting.add_done_callback(lambda task: task.exception())
+    await until((folder / "up").exists)
+    (engine,) = supervisor.engines()
+    engine.ready.set()
+    return engine
+
+
+def fail_to_list_processes(*_: Any) -> None:
+    raise OSError(errno.EMFILE, "Too many open files", "/proc")
+
+
+@pytest.mark.rule("worker-8.5")
+async def test_a_stop_that_failed_can_be_repeated(
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "FREE_TIMEOUT", 0.3)
+    engine = await start_ready(supervisor, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "_end_processes", fail_to_list_processes)
+        outcome = await supervisor.stop("m#0", force=True)
+    assert (outcome.terminated, outcome.error) == (False, f"process {engine.process.pid} cannot be killed")
+    assert engine.alive
+    assert (await supervisor.stop("m#0", force=True)).terminated
+
+
+@pytest.mark.rule("worker-8.5")
+async def test_a_stop_that_was_cancelled_can_be_repeated(
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start_ready(supervisor, tmp_path)
+    waits = asyncio.Event()
+
+    async def free(_: float) -> Any:
+        waits.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine.client, "free", free)
+    stopping = asyncio.create_task(supervisor.stop("m#0", force=False))
+    await waits.wait()
+    await cancel_and_wait(stopping)
+    assert (await supervisor.stop("m#0", force=True)).terminated
+
+
+@pytest.mark.rule("worker-8.5")
+async def test_an_engine_that_has_ended_leaves_the_table_without_file_descriptors(
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its key and its port would stay in use until the worker restarts."""
+    engine = await start_ready(supervisor, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "_end_processes", fail_to_list_processes)
+        engine.process.kill()
+        await until(engine.ended.is_set)
+    assert supervisor.engines() == []
+
+
+async def test_an_engine_may_end_by_a_signal_without_a_name(
+    supervisor: EngineSupervisor, tmp_path: Path
+) -> None:
+    with pytest.raises(StartFailed, match=r"died during startup \(signal 40\)"):
+        await supervisor.start("m#0", "b", script(tmp_path, "kill -40 $$"))
+    assert supervisor.engines() == []
 
 
 @pytest.fixture
