@@ -11,8 +11,8 @@ constructors let Python's own errors through: an impossible date is a ValueError
 `!!int ""` an IndexError. A caller that catches only `YAMLError` would fail on more than that text.
 
 `open_file` and `read_file` accept regular files only: a FIFO blocks its reader until there is a writer, a
-device may never end. Neither is opened. `in_daemon_thread` reads from a folder that may hang: on a mount
-whose server is down, a read returns late or never.
+device may never end. Neither is opened. `in_daemon_thread` and `SharedCalls` read from a folder that may
+hang: on a mount whose server is down, a read returns late or never.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import os
 import stat
 import threading
 from array import array
-from collections.abc import AsyncIterable, Callable, Iterator
+from collections.abc import AsyncIterable, Callable, Hashable, Iterator
 from concurrent.futures import Future
 from itertools import accumulate
 from pathlib import Path
@@ -29,6 +29,8 @@ from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 import yaml
 from yaml.composer import Composer
+
+from localai_cluster.kit import clock
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -214,6 +216,39 @@ async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
     finally:
         waiter.cancel()
     return call.done()
+
+
+class SharedCalls:
+    """Calls that may hang, each on its own thread, one at a time for each key. Thread-safe, for any loop."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._running: dict[Hashable, tuple[float, Future[Any]]] = {}
+        """The running calls and when they began, by key."""
+
+    async def call(self, key: Hashable, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the function's result, or that of the running call of this key.
+
+        Raise TimeoutError `limit` seconds after the call began, and at once for later callers.
+        """
+
+        def run() -> T:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                with self._lock:
+                    del self._running[key]
+
+        with self._lock:
+            if key not in self._running:
+                self._running[key] = clock.monotonic(), in_daemon_thread(run)
+            began_at, call = self._running[key]
+        remaining = max(began_at + self.limit - clock.monotonic(), 0)
+        if not await wait_until_done(call, timeout=remaining):
+            raise TimeoutError
+        result: T = call.result()
+        return result
 
 
 MAX_YAML_VALUES = 100_000

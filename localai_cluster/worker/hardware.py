@@ -1,7 +1,8 @@
 """Memory, disk and GPUs of this machine, and the capability that selects builds.
 
-Every call measures; a value that cannot be measured is absent. A GPU driver (`gpu_drivers.py`) may hang. So a
-separate thread reads it, with a time limit, and no second read starts while one hangs.
+Every call measures; a value that cannot be measured is absent. A GPU driver (`gpu_drivers.py`) or a network
+file system may hang. So a separate thread reads it, with a time limit, and no second read starts while one
+hangs.
 """
 
 import asyncio
@@ -37,7 +38,11 @@ log = logging.getLogger(__name__)
 
 GPU_READ_TIMEOUT = 5.0
 """Maximum seconds to read all GPUs."""
+DISK_READ_TIMEOUT = 2.0
+"""Maximum seconds to read a disk, which may be that of a network file system whose server is down."""
 MAX_FACT_LENGTH = 128
+
+_disk_reads = untrusted.SharedCalls(DISK_READ_TIMEOUT)
 
 
 class GpuReader:
@@ -139,20 +144,24 @@ class GpuTotals:
         return cls(total, free, vendor, capability, tuple(gpus) if by_id else None)
 
 
-def measure_figures(models: Path) -> dict[str, int]:
+async def measure_figures(models: Path) -> dict[str, int]:
     """Return the bytes of main memory, and of the disk of `models` or of its nearest existing parent folder.
 
-    The result lacks what cannot be measured.
+    The result lacks what cannot be measured, or not in time.
     """
     figures: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        existing = next(folder for folder in (models, *models.parents) if folder.exists())
-        usage = psutil.disk_usage(str(existing))
-        figures |= {"total_disk": int(usage.total), "available_disk": int(usage.free)}
+    with contextlib.suppress(OSError):  # or TimeoutError, which is one
+        figures |= await _disk_reads.call(models, _disk_figures, models)
     with contextlib.suppress(OSError):
         memory = psutil.virtual_memory()
         figures |= {"total_ram": int(memory.total), "available_ram": int(memory.available)}
     return figures
+
+
+def _disk_figures(models: Path) -> dict[str, int]:
+    existing = next(folder for folder in (models, *models.parents) if folder.exists())
+    usage = psutil.disk_usage(str(existing))
+    return {"total_disk": int(usage.total), "available_disk": int(usage.free)}
 
 
 async def process_memory(pid: int, reader: GpuReader) -> tuple[int, int]:

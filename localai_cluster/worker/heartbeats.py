@@ -31,7 +31,7 @@ COPIED_FOLDER_PROBLEM = (
 
 async def measure_figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     """Measure the figures for the body of a heartbeat."""
-    measured: dict[str, Any] = hardware.measure_figures(models)
+    measured: dict[str, Any] = await hardware.measure_figures(models)
     measured.pop("total_ram", None)  # sent with registrations only
     gpus = await hardware.read_gpus(reader)
     if gpus is None or gpus == GpuTotals() or gpus.free is None:

@@ -320,7 +320,7 @@ class Worker:
     async def _registration_body(self) -> dict[str, Any]:
         # Fall back to the last reading: a node does not lose its GPUs because the driver does not respond.
         gpus = await hardware.read_gpus(self._gpus) or GpuTotals.of(self._gpus.last)
-        measured = hardware.measure_figures(self._config.models_path)
+        measured = await hardware.measure_figures(self._config.models_path)
         body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
         # Last, with no await before the request is sent: the list must not be out of date.
         if self._supervisor.running() and gpus.total:

@@ -36,7 +36,7 @@ from nodes.definitions.files import (
     read_content,
     read_definition,
 )
-from nodes.definitions.polls import Poll, SharedCalls
+from nodes.definitions.polls import Poll
 from nodes.definitions.recorded_files import LACKS_MARKER, MARKER
 from nodes.definitions.rows import StoredDefinition
 from nodes.definitions.sizes import Sizes, files_of, template_has_tools
@@ -89,7 +89,7 @@ class Folder:
         self.sizes = Sizes(path)
         self.path, self._limit = path, limit
         self._lock = threading.Lock()
-        self._reads = SharedCalls(limit)
+        self._reads = untrusted.SharedCalls(limit)
         self._scans = Poll(self._scan_folder, monotonic, limit)
         self._files: _Files = {}
         self._has_files, self._has_marker = False, True

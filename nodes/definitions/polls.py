@@ -1,15 +1,11 @@
-"""Reads that may hang: each runs on a thread of its own, and all callers share it."""
+"""A read that may hang: it runs on a thread of its own, and all callers share it."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, ParamSpec, TypeVar
 
-from localai_cluster.kit import clock, untrusted
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from localai_cluster.kit import untrusted
 
 
 class Poll:
@@ -76,36 +72,3 @@ class Poll:
         with self._lock:
             self._read_at, self._changes_read, self._call = began_at, changes, None
         call.set_result(None)
-
-
-class SharedCalls:
-    """Calls that may hang, each on its own thread, one at a time for each key. Thread-safe, for any loop."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._lock = threading.Lock()
-        self._running: dict[Hashable, tuple[float, Future[Any]]] = {}
-        """The running calls and when they began, by key."""
-
-    async def call(self, key: Hashable, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the function's result, or that of the running call of this key.
-
-        Raises TimeoutError `limit` seconds after the call began, and at once for later callers.
-        """
-
-        def run() -> T:
-            try:
-                return function(*args, **kwargs)
-            finally:
-                with self._lock:
-                    del self._running[key]
-
-        with self._lock:
-            if key not in self._running:
-                self._running[key] = clock.monotonic(), untrusted.in_daemon_thread(run)
-            began_at, call = self._running[key]
-        remaining = max(began_at + self.limit - clock.monotonic(), 0)
-        if not await untrusted.wait_until_done(call, timeout=remaining):
-            raise TimeoutError
-        result: T = call.result()
-        return result

@@ -27,7 +27,6 @@ from nodes.definitions.headers import (
     read_config,
     read_header,
 )
-from nodes.definitions.polls import SharedCalls
 from nodes.definitions.recorded_files import (
     RecordedFile,
     RecordedFiles,
@@ -259,7 +258,7 @@ class Sizes:
     """The sizes of the models' files in one folder. Thread-safe, and usable from several event loops."""
 
     def __init__(self, folder: Path, *, limit: float = MEASURE_LIMIT) -> None:
-        self._folder, self._calls = folder, SharedCalls(limit)
+        self._folder, self._calls = folder, untrusted.SharedCalls(limit)
 
     async def of(self, definition: Definition) -> ModelFiles:
         """Measure a model's files within the time limit; all sizes are 0 if the folder fails (R2.40)."""

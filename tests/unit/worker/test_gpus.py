@@ -19,6 +19,7 @@ import psutil
 import pynvml
 import pytest
 
+from localai_cluster.kit import untrusted
 from localai_cluster.worker import hardware
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.gpu_drivers import (
@@ -271,6 +272,27 @@ async def test_a_driver_that_hangs_stops_no_heartbeat(
         told = await measure_figures(tmp_path, reader)
         await asyncio.sleep(0)
     assert len(told["gpus"]) == 2
+
+
+@pytest.mark.rule("worker-6")
+async def test_a_disk_that_hangs_stops_no_heartbeat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As that of a network file system whose server is down; there is one thread, not one a beat."""
+    reader, released, asked, disk_usage = GpuReader(FirstDriver()), threading.Event(), [], psutil.disk_usage
+
+    def hang(path: str) -> Any:
+        asked.append(path)
+        released.wait(10)
+        return disk_usage(path)
+
+    monkeypatch.setattr(psutil, "disk_usage", hang)
+    reads = untrusted.SharedCalls(0.05)
+    monkeypatch.setattr(hardware, "_disk_reads", reads)
+    for _ in range(3):
+        assert set(await measure_figures(tmp_path, reader)) == {"available_ram"}
+    assert len(asked) == 1
+    reads.limit = 60.0
+    released.set()
+    assert "available_disk" in await measure_figures(tmp_path, reader)
 
 
 async def test_two_who_ask_at_once_share_an_answer(
