@@ -6,6 +6,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from localai_cluster.kit import processes
+
 _SERVER_COMMANDS = ("serve", "controller", "qcluster")
 
 
@@ -14,6 +16,7 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in _SERVER_COMMANDS:
         # What imports make stays, and to collect among it is a fifth of the start; `handle` enables it.
         gc.disable()
+        processes.raise_file_limit()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
     try:
         from django.core.management import CommandError, execute_from_command_line

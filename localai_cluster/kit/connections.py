@@ -94,8 +94,14 @@ class BoundedHead(HttpToolsProtocol):
     _head = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for the first byte of a request."""
+        """Start to wait for the first byte of a request, or abort a connection that is too many.
+
+        From its limit on, uvicorn answers requests with 503; connections without a request count too.
+        """
         super().connection_made(_JoinedHead(transport, self.loop))  # type: ignore[arg-type]
+        if self.limit_concurrency and len(self.connections) > 2 * self.limit_concurrency:
+            self.transport.abort()
+            return
         self._start_waiting_for("anything")
         self._set_timer()
 
@@ -228,6 +234,7 @@ class WatchingSocket(WebSocketsSansIOProtocol):
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
+"""Open connections from which on requests get 503; twice as many may be open."""
 PING_INTERVAL_SECONDS, PONG_TIMEOUT = 30.0, 90.0
 SHUTDOWN_TIMEOUT = 1.0
 """Seconds for running responses to end at the shutdown."""

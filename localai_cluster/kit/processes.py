@@ -7,6 +7,7 @@ that forks, a pool's children and `unshare` all lose it. `process_reaper.py` is 
 """
 
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -46,6 +47,7 @@ __all__ = [
     "kill",
     "marked_processes",
     "processes",
+    "raise_file_limit",
     "reaper_of",
     "spawn",
     "stat",
@@ -56,6 +58,19 @@ ChildStream = int | IO[Any] | None
 
 FIRST_DELAY, MAX_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
 """Seconds: first and longest restart delay of reapers; uptime after which the next restart is immediate."""
+
+
+MAX_OPEN_FILES = 65536
+"""The highest limit of open files that `raise_file_limit` sets: some programs try all descriptors."""
+
+
+def raise_file_limit() -> None:
+    """Raise the number of files that this process and its children may open, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS refuses more than a limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from localai_cluster.kit import env, logs
+from localai_cluster.kit import env, logs, processes
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker import check, identity
 from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
@@ -80,6 +80,7 @@ def _print_check_report(config: Config) -> int:
 
 
 def _run_worker_or_check(options: dict[str, Any], *, check_only: bool) -> int:
+    processes.raise_file_limit()
     try:
         config = build(options)
         if check_only:

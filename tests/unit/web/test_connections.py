@@ -70,6 +70,30 @@ async def _sent(*pieces: bytes) -> _Wire:
     return wire
 
 
+async def test_open_connections_are_bounded_before_a_request_arrives() -> None:
+    """uvicorn answers 503 from its limit on, but only to a request: silent connections would use up all
+    file descriptors."""
+    config = uvicorn.Config(_silent, http=BoundedHead, lifespan="off", log_config=None, limit_concurrency=2)
+    config.load()
+    state = ServerState()
+
+    def connect() -> tuple[BoundedHead, _Wire]:
+        connection, wire = BoundedHead(config=config, server_state=state, app_state={}), _Wire()
+        connection.connection_made(wire)
+        return connection, wire
+
+    opened = [connect() for _ in range(4)]
+    assert [wire.aborts for _, wire in opened] == [0] * 4
+    refused, wire = connect()
+    assert wire.aborts == 1
+    for connection in (refused, opened.pop()[0]):
+        connection.connection_lost(ConnectionResetError())
+    opened.append(connect())
+    assert opened[-1][1].aborts == 0
+    for connection, _ in opened:
+        connection.connection_lost(ConnectionResetError())
+
+
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
