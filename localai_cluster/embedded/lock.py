@@ -3,8 +3,8 @@
 The kernel holds the lock (`flock`), so it ends with its process; the file's content only names that process.
 A copied folder brings the content along, with everything that the cluster is known by: its keys, the process
 ids of its servers, the rows of its nodes. So a file in the folder names the folder that it was written for,
-by device and inode, and the mark of a run begins with both. Device numbers may change with a reboot, inodes
-do not.
+by file system and inode, and the mark of a run begins with both. Device numbers may change with a reboot,
+inodes do not.
 """
 
 import fcntl
@@ -23,21 +23,28 @@ FOLDER_ID_FILE = "folder.json"
 
 
 def folder_id(folder: Path) -> str:
-    """Return the device and inode of `folder`: no other folder of this machine has both."""
+    """Return the file system and inode of `folder`: no other folder of this machine has both.
+
+    The file system is a device number or, without a device (btrfs, NFS, overlay, FUSE), the id that the file
+    system states: each mount gets another number.
+    """
     found = folder.stat()
-    return f"{found.st_dev:x}.{found.st_ino:x}"
+    file_system = found.st_dev if os.major(found.st_dev) else os.statvfs(folder).f_fsid
+    return f"{file_system:x}.{found.st_ino:x}"
 
 
 def is_copy(folder: Path) -> bool:
     """Return True if `folder` is a copy of another folder, which its file `folder.json` names."""
     try:
         claimed = json.loads((folder / FOLDER_ID_FILE).read_text(encoding="utf-8"))
-        device, inode = str(claimed["folder"]).split(".")
+        file_system, inode = str(claimed["folder"]).split(".")
         boot = claimed["boot"]
     except (OSError, ValueError, KeyError, TypeError):
         return False  # an earlier version wrote no file
-    own_device, own_inode = folder_id(folder).split(".")
-    return inode != own_inode or (device != own_device and boot == files.boot_id())
+    own_file_system, own_inode = folder_id(folder).split(".")
+    # An earlier version always recorded the device number.
+    is_elsewhere = file_system not in (own_file_system, f"{folder.stat().st_dev:x}")
+    return inode != own_inode or (is_elsewhere and boot == files.boot_id())
 
 
 def claim(folder: Path) -> None:

@@ -151,6 +151,25 @@ def test_a_copy_is_told_by_device_and_inode(tmp_path: Path, monkeypatch: pytest.
     assert not lock.is_copy(copy)
 
 
+def test_a_folder_that_was_mounted_again_is_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """btrfs, NFS, overlay and FUSE get a device number at each mount; a snapshot has another file system."""
+
+    def mount(device: int, file_system: int) -> None:
+        folder = SimpleNamespace(st_dev=os.makedev(0, device), st_ino=7)
+        monkeypatch.setattr(Path, "stat", lambda _: folder)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_fsid=file_system))
+
+    mount(40, 1)
+    lock.claim(tmp_path)
+    mount(41, 1)
+    assert not lock.is_copy(tmp_path)
+    mount(41, 2)
+    assert lock.is_copy(tmp_path)
+    earlier = {"folder": f"{os.makedev(0, 41):x}.7", "boot": files.boot_id()}
+    (tmp_path / lock.FOLDER_ID_FILE).write_text(json.dumps(earlier))
+    assert not lock.is_copy(tmp_path), "an earlier version recorded the device number"
+
+
 def test_a_copied_cluster_gets_its_own_bus_keys_and_keeps_the_operators(tmp_path: Path) -> None:
     """Review X1: keys in settings are the operator's to change; only generated ones are replaced."""
     given = nkeys.generate("account").seed
