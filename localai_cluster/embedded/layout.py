@@ -12,7 +12,7 @@ import ssl
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -30,9 +30,9 @@ from localai_cluster.embedded.resources import (
 )
 from localai_cluster.embedded.secrets import Secrets, ensure_secret
 from localai_cluster.embedded.server import EmbeddedServer
-from localai_cluster.kit import addresses, conf
+from localai_cluster.kit import addresses, conf, env
 from localai_cluster.kit.env import split_list
-from localai_cluster.kit.settings_table import ClusterSettings
+from localai_cluster.kit.settings_table import Bootstrap, ClusterSettings, WorkerSettings
 
 
 def ssl_context_for(certificate: Path) -> ssl.SSLContext:
@@ -106,20 +106,14 @@ FIRST_WORKER_PORT = 50051
 Further workers use blocks of higher ports.
 """
 
-_VARIABLES_HIDDEN_FROM_WORKERS = (
-    "SECRET_KEY",
-    "DATABASE_URL",
-    "REDIS_URL",
-    "LOCALAI_API_KEY",
-    "LOCALAI_METRICS_TOKEN",
-    "CLUSTER_ADMIN_PASSWORD",
-    "LOCALAI_NATS_URL",
-    "LOCALAI_NATS_ACCOUNT_SEED",
-    "LOCALAI_NATS_SERVICE_JWT",
-    "LOCALAI_NATS_SERVICE_SEED",
-    "CLUSTER_NATS_OPERATOR_SEED",
-    "CLUSTER_NATS_SYSTEM_SEED",
-)
+
+def _variables_hidden_from_workers() -> set[str]:
+    """Return the variables of the server's secrets that are not a worker's too, and of the bus's URL."""
+    declared = [*env.declared_settings(ClusterSettings), *env.declared_settings(Bootstrap)]
+    secrets = {name for entry in declared if entry.format.secret for name in entry.names}
+    workers = {name for entry in fields(WorkerSettings) for name in entry.metadata["names"]}
+    names = secrets - workers | {"LOCALAI_NATS_URL"}
+    return names | {f"{name}_FILE" for name in names}
 
 
 @dataclass(frozen=True)
@@ -332,7 +326,7 @@ class Layout:
         The registration provides the bus's address and the credentials for it.
         """
         private_directory(home)
-        hidden = {hidden for name in _VARIABLES_HIDDEN_FROM_WORKERS for hidden in (name, f"{name}_FILE")}
+        hidden = _variables_hidden_from_workers()
         own = {
             "LOCALAI_REGISTER_TO": self.base_url,
             "LOCALAI_NODE_NAME": name,

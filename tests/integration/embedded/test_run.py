@@ -335,7 +335,18 @@ def test_a_management_command_needs_a_running_cluster(tmp_path: Path) -> None:
 
 
 def test_another_worker_gets_its_own_folders_and_no_admin_secret(tmp_path: Path) -> None:
-    settings = {"CLUSTER_DATA_DIR": str(tmp_path), "LOCALAI_API_KEY": "k" * 32, "SECRET_KEY": "s" * 50}
+    file = tmp_path / "s3-secret"
+    file.write_text("s3")
+    secrets = {
+        "LOCALAI_API_KEY": "k" * 32,
+        "SECRET_KEY": "s" * 50,
+        "LOCALAI_NATS_URL": "nats://me:word@127.0.0.1:4222",
+        "LOCALAI_NATS_ACCOUNT_SEED": nkeys.generate("account").seed,
+        "CLUSTER_S3_ACCESS_KEY": "s3",
+        "CLUSTER_S3_SECRET_KEY_FILE": str(file),
+        "CLUSTER_ENROL_SECRET": "e" * 64,
+    }
+    settings = {"CLUSTER_DATA_DIR": str(tmp_path), "HF_TOKEN": "hf", **secrets}
     held = lock.DataLock(tmp_path)
     held.note(port=4711, host="127.0.0.1", mark="m")
     env = attach.worker_environment(settings, "two")
@@ -344,7 +355,8 @@ def test_another_worker_gets_its_own_folders_and_no_admin_secret(tmp_path: Path)
     assert env["LOCALAI_NODE_NAME"] == "two"
     assert env["LOCALAI_WORKER_FIND_PORTS"] == "true"
     assert env["LOCALAI_WORKER_DATA_DIR"] == str(tmp_path / "workers" / "two")
-    assert not {"LOCALAI_API_KEY", "SECRET_KEY", "DATABASE_URL", "LOCALAI_NATS_ACCOUNT_SEED"} & set(env)
+    assert env["HF_TOKEN"] == "hf"
+    assert not secrets.keys() & env.keys()
 
 
 def test_the_runtime_directory_is_refused_when_somebody_else_made_it(
