@@ -417,8 +417,9 @@ async def _spawn_with_pipes(
     With asyncio's own pipes, `wait` would return only after the last child of the engine has closed its
     copies.
     """
-    (output, out), (errors, err) = await _open_pipe(), await _open_pipe()
-    try:
+    with contextlib.ExitStack() as write_ends, contextlib.ExitStack() as read_ends:
+        output, out = await _open_pipe(write_ends, read_ends)
+        errors, err = await _open_pipe(write_ends, read_ends)
         process = await asyncio.create_subprocess_exec(
             *argv,
             cwd=folder,
@@ -428,23 +429,21 @@ async def _spawn_with_pipes(
             stderr=err,
             start_new_session=True,
         )
-    except BaseException:
-        output.transport.close()
-        errors.transport.close()
-        raise
-    finally:
-        os.close(out)
-        os.close(err)
+        read_ends.pop_all()
     return process, (output, errors)
 
 
-async def _open_pipe() -> tuple[_PipeReader, int]:
-    """Open a pipe; return its read end and the file descriptor of its write end."""
+async def _open_pipe(
+    write_ends: contextlib.ExitStack, read_ends: contextlib.ExitStack
+) -> tuple[_PipeReader, int]:
+    """Open a pipe, whose ends the stacks close; return its read end and the descriptor of its write end."""
     reading, writing = os.pipe()
-    stream = asyncio.StreamReader()
+    write_ends.callback(os.close, writing)
+    file, stream = read_ends.enter_context(os.fdopen(reading, "rb", buffering=0)), asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", buffering=0)
+        lambda: asyncio.StreamReaderProtocol(stream), file
     )
+    read_ends.callback(transport.close)
     return _PipeReader(stream, transport), writing
 
 

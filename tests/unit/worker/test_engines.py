@@ -3,6 +3,7 @@ for."""
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -277,6 +278,33 @@ async def test_an_endless_line_and_a_failing_start_are_bounded(
     assert len(caught.value.message) < 21 * 9000
     with pytest.raises(StartFailed, match="cannot be started"):
         await supervisor.start("m#0", "b", script(tmp_path, "").with_name("none"))
+
+
+@pytest.mark.parametrize("failing", ["second pipe", "read end"])
+async def test_a_start_without_file_descriptors_keeps_none(
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Otherwise each load that fails for lack of them would leave fewer."""
+    start, pipe, opened = script(tmp_path, "exit 0"), os.pipe, list[tuple[int, int]]()
+
+    def open_first_pipe() -> tuple[int, int]:
+        if opened:
+            raise OSError(errno.EMFILE, "Too many open files")
+        opened.append(pipe())
+        return opened[-1]
+
+    async def refuse(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if failing == "second pipe":
+        monkeypatch.setattr(os, "pipe", open_first_pipe)
+    else:
+        monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", refuse)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(StartFailed, match="Too many open files"):
+        await supervisor.start("m#0", "b", start)
+    await asyncio.sleep(0)  # a transport closes its pipe in the next turn of the loop
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.rule("worker-10.2", "W26")
