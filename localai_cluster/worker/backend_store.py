@@ -185,11 +185,11 @@ class BackendStore:
         for path in list(self.backends.iterdir()):
             if path.name.startswith(REMOVED_PREFIX) or path.name.endswith(STAGED_SUFFIX):
                 log.info("removing unfinished install %s", path.name)
-                _discard_leftover(path)
+                discard_leftover(path)
             elif path.name.endswith(BACKUP_SUFFIX):
                 target = path.with_name(path.name.removesuffix(BACKUP_SUFFIX))
                 if target.exists():
-                    _discard_leftover(path)
+                    discard_leftover(path)
                 else:
                     log.warning("an install was interrupted; restoring the previous %s", target.name)
                     path.rename(target)
@@ -266,7 +266,8 @@ def discard(path: Path) -> None:
         renamed.unlink()
 
 
-def _discard_leftover(path: Path) -> None:
+def discard_leftover(path: Path) -> None:
+    """Remove a file or a folder that nothing uses; log a failure. The next start tries again."""
     try:
         discard(path)
     except (OSError, RecursionError) as error:

@@ -38,6 +38,7 @@ from localai_cluster.worker.backend_store import (
     BackendStore,
     Metadata,
     discard,
+    discard_leftover,
     folder_name,
 )
 from localai_cluster.worker.cancellation import Halt, clear_cancellation, in_thread
@@ -370,10 +371,7 @@ class Installer:
         except (OSError, ValueError) as error:
             raise InstallFailed(f'cannot install "{folder}": {error}') from error
         finally:
-            try:
-                discard(staged)
-            except OSError as error:
-                log.warning("cannot remove %s: %s", staged, error)
+            discard_leftover(staged)
 
 
 def _now_text() -> str:
@@ -408,4 +406,4 @@ def replace_folder(staged: Path, target: Path, rename: Callable[[Path, Path], No
         if existed:
             rename(backup, target)
         raise
-    discard(backup)
+    discard_leftover(backup)

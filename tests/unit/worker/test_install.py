@@ -207,6 +207,25 @@ def test_a_swap_that_fails_leaves_the_old_version(tmp_path: Path, failing: int) 
     assert not (tmp_path / "b.install-backup").exists()
 
 
+def test_a_swap_succeeds_although_the_old_version_cannot_be_removed(
+    store: BackendStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new version is in place; the next start removes the rest of the old one."""
+    base = store.backends
+    target, staged = backend(base / "b", "old"), backend(base / "b.install-tmp", "new")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", refuse)
+        replace_folder(staged, target)
+    assert "new" in (target / "run.sh").read_text()
+    store.recover()
+    assert [path.name for path in base.iterdir()] == ["b"]
+
+
+def refuse(path: Path) -> None:
+    """Remove nothing, as where a file is immutable or a network file system has an error."""
+    raise OSError(5, "Input/output error", str(path))
+
+
 @pytest.mark.parametrize("cut_after", range(4))
 def test_after_a_kill_at_any_moment_a_whole_version_comes_back(store: BackendStore, cut_after: int) -> None:
     """Killed between any two steps of a swap: `recover` gives the old or the new version, whole, and no
