@@ -50,6 +50,8 @@ NEEDED_BYTES = 512 * 1024 * 1024
 
 SERVERS_TIMEOUT = 30.0
 READY_TIMEOUT = 120.0
+WORKER_STOP_SECONDS = 120.0
+"""Seconds for the worker's stop: it drains its node, waits for requests, deregisters and ends its engines."""
 MAKE_BEGAN_VARIABLE = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
 _COPIED_NOTICE = (
@@ -227,7 +229,7 @@ class Cluster:
                 "web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: is_ok(health, trust)
             ),
             Program("controller", manage("controller", "--tasks"), product, rank=11, prepare=wait),
-            Program("worker", WORKER_COMMAND, worker, rank=13),
+            Program("worker", WORKER_COMMAND, worker, rank=13, seconds=WORKER_STOP_SECONDS),
         ]
 
     def _wait_for_servers(self) -> None:

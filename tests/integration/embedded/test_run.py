@@ -26,6 +26,7 @@ from localai_cluster.embedded.layout import Layout, reachable_address
 from localai_cluster.embedded.resources import SetupError, runtime_directory
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import clock, files, nkeys, processes
+from localai_cluster.worker import engines, lifecycle
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
 
@@ -288,6 +289,14 @@ def serving(*bodies: object) -> Iterator[int]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port
         server.shutdown()
+
+
+@pytest.mark.rule("worker-19")
+def test_the_worker_has_the_time_that_its_orderly_stop_takes(tmp_path: Path) -> None:
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(free_port())}, Log())
+    limits = {program.name: program.seconds for program in cluster._programs({})}
+    assert limits["worker"] > lifecycle.DEREGISTER_TIMEOUT + engines.STOP_TIMEOUT + engines.FREE_TIMEOUT
+    cluster.stop()
 
 
 @pytest.mark.parametrize(
