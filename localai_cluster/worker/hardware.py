@@ -10,6 +10,7 @@ import contextlib
 import logging
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ def create_reader(simulated: Simulation | None, users: Callable[[], Iterable[Gpu
 
 NVIDIA_SMI_ARGUMENTS = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
 NVIDIA_SMI_TIMEOUT = 5.0
+_program_runs = untrusted.SharedCalls(NVIDIA_SMI_TIMEOUT)
 MIB = 1024 * 1024
 BUILD_TOKENS_BY_CAPABILITY: Mapping[str, Sequence[str]] = {
     "nvidia": ("cuda", "vulkan", "cpu"),
@@ -249,25 +251,25 @@ async def _read_nvidia_smi() -> GpuTotals:
     if program is None:
         return GpuTotals()
     try:
-        process = await asyncio.create_subprocess_exec(
-            program,
-            *NVIDIA_SMI_ARGUMENTS,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
+        return parse_gpus(await _program_runs.call(program, _run_nvidia_smi, program))
+    except (TimeoutError, subprocess.TimeoutExpired):
+        log.warning("nvidia-smi did not answer within %g s", NVIDIA_SMI_TIMEOUT)
     except OSError as error:
         log.warning("nvidia-smi cannot be started: %s", error)
-        return GpuTotals()
-    try:
-        async with asyncio.timeout(NVIDIA_SMI_TIMEOUT):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        # Do not wait for it: while the driver hangs it does not end.
-        process.kill()
-        log.warning("nvidia-smi did not answer within %g s", NVIDIA_SMI_TIMEOUT)
-        return GpuTotals()
-    return parse_gpus(output.decode(errors="replace"))
+    return GpuTotals()
+
+
+def _run_nvidia_smi(program: str) -> str:
+    """Return the program's output. While the driver hangs, the program cannot be killed, and this blocks."""
+    return subprocess.run(
+        [program, *NVIDIA_SMI_ARGUMENTS],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        errors="replace",
+        timeout=NVIDIA_SMI_TIMEOUT,
+    ).stdout
 
 
 def parse_gpus(text: str) -> GpuTotals:

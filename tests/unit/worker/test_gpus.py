@@ -295,6 +295,41 @@ async def test_a_disk_that_hangs_stops_no_heartbeat(monkeypatch: pytest.MonkeyPa
     assert "available_disk" in await measure_figures(tmp_path, reader)
 
 
+async def test_without_nvml_the_totals_are_those_of_nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 24564, 20000, 8.9\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("shutil.which", lambda _: str(program))
+    totals = GpuTotals(24564 * 2**20, 20000 * 2**20, "nvidia", "8.9")
+    assert await hardware.read_gpus(GpuReader(FirstDriver())) == totals
+    program.unlink()
+    assert await hardware.read_gpus(GpuReader(FirstDriver())) == GpuTotals()
+
+
+async def test_a_program_that_cannot_be_killed_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`nvidia-smi` hangs in its driver; each heartbeat would add a process."""
+    program, starts = tmp_path / "nvidia-smi", tmp_path / "starts"
+    program.write_text(f"#!/bin/sh\necho $$ >> {starts}\nexec sleep 1000\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("shutil.which", lambda _: str(program))
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
+    monkeypatch.setattr(hardware, "NVIDIA_SMI_TIMEOUT", 0.3)
+    monkeypatch.setattr(hardware, "_program_runs", untrusted.SharedCalls(0.3))
+    reader = GpuReader(FirstDriver())
+    try:
+        for _ in range(3):
+            assert await hardware.read_gpus(reader) == GpuTotals()
+            await until(lambda: starts.exists() and "\n" in starts.read_text())
+        assert len(starts.read_text().split()) == 1
+    finally:
+        for pid in starts.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
 async def test_two_who_ask_at_once_share_an_answer(
     hung: tuple[GpuReader, Callable[[], None], list[int]],
 ) -> None:
