@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -403,6 +404,7 @@ class Images:
                 show = _show_layer(on_bytes, done, total, f"{number}/{len(layers)} {reference}")
                 await self._downloads.fetch(archives[layer.digest], show, halt)
                 done += layer.size
+                await asyncio.to_thread(_touch_partials, archives.values())
                 failpoints.passed("worker.pull:layer")
         except BaseException as error:
             if halt.cancelled or isinstance(error, DiskFull):  # no later install resumes them
@@ -443,6 +445,13 @@ class Images:
 
         partial = partial_path(self._folder, backend, name, sha256)
         return Archive(name, sha256, partial, open_part, layer.size, "image")
+
+
+def _touch_partials(archives: Iterable[Archive]) -> None:
+    """Touch the present partial files: each download removes those that have not changed for a day."""
+    for archive in archives:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(archive.partial)
 
 
 def _show_layer(on_bytes: OnBytes, before: int, total: int, label: str) -> OnBytes:

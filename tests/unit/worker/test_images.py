@@ -28,7 +28,12 @@ from localai_cluster.registries import client, references
 from localai_cluster.registries.access import Access
 from localai_cluster.registries.client import Registries, this_platform
 from localai_cluster.worker import archives, download, source_files
-from localai_cluster.worker.backend_store import BackendStore, read_metadata
+from localai_cluster.worker.backend_store import (
+    PARTIAL_PREFIX,
+    BackendStore,
+    read_metadata,
+    remove_old_partials,
+)
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed
@@ -245,6 +250,27 @@ async def test_parts_of_a_killed_install_are_used(setup: Setup) -> None:
     ranges = [request.range for request in setup.registry.seen("storage")]
     assert ranges == [f"bytes={len(first)}-", "bytes=1000000-"]
     assert setup.left_over() == ["one"]
+
+
+async def test_a_download_of_days_keeps_its_layers(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The download of each further layer removes partial files that are older than a day."""
+    setup.registry.push("a/one", [layer(RUN), layer(entry("b")), layer(entry("c"))])
+    fetch = download.Downloads.fetch
+
+    async def fetch_for_days(self: download.Downloads, archive: download.Archive, *others: Any) -> None:
+        await fetch(self, archive, *others)
+        for path in setup.store.backends.glob(f"{PARTIAL_PREFIX}*"):
+            os.utime(path, (0, 0))
+
+    monkeypatch.setattr(download.Downloads, "fetch", fetch_for_days)
+    unpack = archives.unpack
+
+    def unpack_beside_another_install(layers: Any, *others: Any, **more: Any) -> None:
+        remove_old_partials(setup.store.backends)
+        unpack(layers, *others, **more)
+
+    monkeypatch.setattr("localai_cluster.worker.installer.unpack", unpack_beside_another_install)
+    assert {path.name for path in (await setup.install()).iterdir()} >= {"run.sh", "b", "c"}
 
 
 async def test_a_full_disk_is_told_before_the_first_layer(
