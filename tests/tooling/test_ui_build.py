@@ -1,5 +1,6 @@
 """The build of the pages: unchanged sources cost nothing, the budget counts what the first page loads."""
 
+import fcntl
 import gzip
 import json
 from pathlib import Path
@@ -115,6 +116,22 @@ def test_a_build_that_fails_leaves_the_former_one(
     with pytest.raises(build.BuildFailed):
         build.build_pages()
     assert (static / "dist/assets/main.js").read_text(encoding="utf-8") == "{}"
+
+
+def test_a_second_build_waits_for_the_first(
+    static: Path, built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would write the same draft, and one could mark the half-written draft of the other as complete."""
+    vite = build.run_node_tool
+
+    def check_locked(*words: str, quiet: bool = False) -> None:
+        with (static / "dist.lock").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        vite(*words, quiet=quiet)
+
+    monkeypatch.setattr(build, "run_node_tool", check_locked)
+    assert build.main(["build"]) == 0
+    assert built == ["vite"]
 
 
 def test_every_page_has_the_path_that_opens_it() -> None:
