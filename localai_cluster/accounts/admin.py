@@ -3,10 +3,12 @@
 from typing import Any
 
 from django.contrib import admin, messages
+from django.db.models import QuerySet
 from django.http import HttpRequest
 
-from localai_cluster.accounts import principals
+from localai_cluster.accounts import api_keys, principals
 from localai_cluster.accounts.models import ApiKey, AuditEntry, InitialPassword
+from localai_cluster.kit import clock
 from localai_cluster.web.admin import ModelAdmin, Observed
 
 
@@ -17,20 +19,26 @@ class ApiKeyAdmin(ModelAdmin):
     list_display = ("name", "prefix", "user", "created_at", "revoked_at")
     list_filter = (("revoked_at", admin.EmptyFieldListFilter),)
     list_select_related = ("user",)
-    readonly_fields = ("prefix", "created_at")
+    actions = ("revoke",)
+    readonly_fields = ("prefix", "created_at", "revoked_at")
 
     def get_readonly_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> tuple[str, ...]:
         """Make the user of an existing key read-only."""
-        return ("prefix", "created_at") if obj is None else ("user", "prefix", "created_at")
+        return self.readonly_fields if obj is None else ("user", *self.readonly_fields)
 
     def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
-        """Create the key and show its plaintext, or store a revocation."""
+        """Create the key and show its plaintext, or store the new name."""
         if change:
-            super().save_model(request, obj, form, change)
+            obj.save(update_fields=["name"])
             return
         row, plain = principals.create_api_key(obj.user, obj.name)
         obj.pk, obj.prefix, obj.key_hash = row.pk, row.prefix, row.key_hash
         self.message_user(request, f"API key, shown only once: {plain}", messages.WARNING)
+
+    @admin.action(description="Revoke selected API keys", permissions=["change"])
+    def revoke(self, request: HttpRequest, keys: QuerySet[ApiKey]) -> None:
+        """Revoke the keys for good."""
+        messages.success(request, f"Revoked: {api_keys.revoke_keys(keys, now=clock.now())}.")
 
 
 @admin.register(InitialPassword)

@@ -9,6 +9,7 @@ from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.db import transaction
+from django.db.models import QuerySet
 from django.urls import path
 from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
@@ -60,14 +61,18 @@ def revoke_key(user_id: int, key_id: int, *, now: datetime) -> None:
 
     A key that is already revoked keeps the time of its revocation.
     """
+    own_key = ApiKey.objects.filter(user_id=user_id, pk=key_id)
+    if not revoke_keys(own_key, now=now) and not own_key.exists():
+        raise errors.NotFound("no key of yours has this id")
+
+
+def revoke_keys(keys: QuerySet[ApiKey], *, now: datetime) -> int:
+    """Revoke the keys that are not revoked yet; return their number."""
     with transaction.atomic():
-        row = ApiKey.objects.select_for_update(no_key=True).filter(user_id=user_id, pk=key_id).first()
-        if row is None:
-            raise errors.NotFound("no key of yours has this id")
-        if row.revoked_at is None:
-            row.revoked_at = now
-            row.save(update_fields=["revoked_at"])
-            audit.record(audit.Change("user.key_revoked", f"API key {row}", str(row.pk)))
+        rows = list(keys.filter(revoked_at=None).select_for_update(no_key=True, of=("self",)))
+        ApiKey.objects.filter(pk__in=[row.pk for row in rows]).update(revoked_at=now)
+        audit.record(*(audit.Change("user.key_revoked", f"API key {row}", str(row.pk)) for row in rows))
+    return len(rows)
 
 
 class ApiKeySerializer(serializers.Serializer[Any]):

@@ -12,7 +12,7 @@ from localai_cluster.accounts import api_keys, principals
 from localai_cluster.accounts.models import ApiKey, AuditEntry, InitialPassword
 from localai_cluster.kit import clock, errors
 from tests.integration.accounts.test_session import PASSWORD, Browser
-from tests.support import api
+from tests.support import api, pages
 
 pytestmark = pytest.mark.django_db
 OWN = "/api/auth/api-keys"
@@ -121,3 +121,20 @@ def test_two_requests_at_once_do_not_pass_the_limit(ann: Any, monkeypatch: pytes
     for thread in threads:
         thread.join()
     assert (len(refused), ApiKey.objects.count()) == (3, 1)
+
+
+def test_the_admin_revokes_keys_for_good(ann: Any) -> None:
+    """An administrator who had opened the key's page before and saved it made the key valid again."""
+    row, key = principals.create_api_key(ann, "notebook")
+    at = "/admin/accounts/apikey/"
+    root = pages.superuser()
+    before = root.get(f"{at}{row.pk}/change/")
+    pages.select(root, "revoke", row.pk, at=at)
+    row.refresh_from_db()
+    assert (row.revoked_at is None, lists_models(key)) == (False, 401)
+    pages.select(root, "revoke", row.pk, at=at)
+    pages.confirm(root, before, name="laptop")
+    stored = ApiKey.objects.get()
+    assert (stored.name, stored.revoked_at) == ("laptop", row.revoked_at)
+    entries = AuditEntry.objects.filter(kind="user.key_revoked").values_list("actor", "subject_id")
+    assert list(entries) == [("root", str(row.pk))]
