@@ -47,11 +47,20 @@ function useEdit(detail: DefinitionDetail, newestRevision: number) {
   return { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked, isChanged: edit !== null || Object.keys(problems).length > 0 };
 }
 
+/** Saving; `isMoved`: only onto a newer revision. */
+function useSave({ name, revision }: DefinitionDetail, newestRevision: number) {
+  const save = useDefinitionAction((input: Save) => saveDefinition(name, input), (saved) => announce(`Revision ${saved.revision} of ${saved.name} saved.`));
+  const isMoved = newestRevision !== revision || (save.error instanceof ApiError && save.error.field === "revision");
+  const forgetRefusal = () => {
+    if (save.error !== null && !isMoved) save.forget();
+  };
+  return { save, isMoved, forgetRefusal };
+}
+
 export function Editor({ detail, newest, onRebase, onClose }: EditorProps): ReactNode {
   const { mode, setMode, typed, setTyped, text, setText, problems, edit, preview, isChecked, isChanged } = useEdit(detail, newest.revision);
   const [reason, setReason] = useState("");
-  const save = useDefinitionAction((input: Save) => saveDefinition(detail.name, input), (saved) => announce(`Revision ${saved.revision} of ${saved.name} saved.`));
-  const isMoved = newest.revision !== detail.revision || (save.error instanceof ApiError && save.error.status === 409);
+  const { save, isMoved, forgetRefusal } = useSave(detail, newest.revision);
   const refusal = refusalOf({ edit, problems, isMoved, isChecked, preview: preview.data });
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
@@ -71,7 +80,7 @@ export function Editor({ detail, newest, onRebase, onClose }: EditorProps): Reac
     onRebase(newest);
   };
   return (
-    <form className="stack" noValidate onSubmit={submit}>
+    <form className="stack" noValidate onSubmit={submit} onChange={forgetRefusal}>
       <LeaveQuestion name={detail.name} enabled={isChanged || reason !== ""} />
       <Shadow shadowed={detail.shadowed || detail.origin === "file"} file={detail.file} />
       <Modes mode={mode} formRefusal={formRefusal(mode, detail, text)} yamlRefusal={textRefusal(mode, { edit, problems, isChecked, preview: preview.data })} onChoose={choose} onDiscard={mode === "yaml" && text !== detail.text ? () => setText(detail.text) : null} />

@@ -35,6 +35,7 @@ export class Refusal {
   constructor(
     readonly status: number,
     readonly message: string,
+    readonly field = "",
   ) {}
 }
 
@@ -48,7 +49,7 @@ export function answerBy(reply: Reply): Sent[] {
     vi.spyOn(client, method).mockImplementation(((path: string, init: Parameters<Reply>[1] = {}) => {
       if (method !== "GET" && !READS.has(path)) sent.push([method, path, init.body]);
       const answer = reply(path, init, method);
-      if (answer instanceof Refusal) return Promise.resolve({ error: { error: { message: answer.message } }, response: new Response(null, { status: answer.status }) });
+      if (answer instanceof Refusal) return Promise.resolve({ error: { error: { message: answer.message, field: answer.field } }, response: new Response(null, { status: answer.status }) });
       return Promise.resolve({ data: answer ?? [], response: new Response() });
     }) as never);
   }

@@ -208,7 +208,7 @@ describe("the editor", () => {
     saved = () => {
       stored = { ...before, revision: 4, form: { ...FORM, parallel: 2 } };
       revisions = [{ number: 4, actor: "bob", at: "2026-08-22T11:00:00Z", reason: "", origin: "editor", diff: "+parallel: 2\n" }, ...REVISIONS];
-      return new Refusal(409, "the definition has revision 4");
+      return new Refusal(409, "the definition has revision 4", "revision");
     };
     fireEvent.click(editor.getByRole("button", { name: "Save" }));
     const moved = within(await editor.findByRole("region", { name: "Change by another user" }));
@@ -224,11 +224,25 @@ describe("the editor", () => {
     saved = () => {
       stored = { ...stored, revision: 4 };
       preview = previewOf("tiny", { diff: "--- 4\n+++ new\n@@ -3 +3 @@\n-context_size: 1024\n+context_size: 4096\n" });
-      return new Refusal(409, "the definition has revision 4");
+      return new Refusal(409, "the definition has revision 4", "revision");
     };
     fireEvent.click(editor.getByRole("button", { name: "Save" }));
     fireEvent.click(await editor.findByRole("button", { name: /^Apply my changes to revision/ }));
     expect(await editor.findByText("-context_size: 1024")).toBeTruthy();
+  });
+
+  it("shows another conflict than a newer revision until something else is typed, and saves then", async () => {
+    const editor = await edit();
+    const context = editor.getByLabelText("Context, tokens");
+    fireEvent.change(context, { target: { value: "4096" } });
+    await editor.findByText("1 replica is replaced");
+    saved = () => new Refusal(409, "model other has another file tiny.gguf", "text");
+    fireEvent.click(editor.getByRole("button", { name: "Save" }));
+    expect(await editor.findByText(/another file tiny.gguf/)).toBeTruthy();
+    expect(editor.queryByRole("region", { name: "Change by another user" })).toBeNull();
+    fireEvent.change(context, { target: { value: "2048" } });
+    await waitFor(() => expect(editor.queryByText(/another file tiny.gguf/)).toBeNull());
+    await waitFor(() => expect(editor.getByRole("button", { name: "Save" }).getAttribute("aria-disabled")).not.toBe("true"));
   });
 
   it("neither seems to check an impossible value nor shows the effect of another one", async () => {
