@@ -4,7 +4,7 @@ import type { Gpu } from "../live/gpus";
 import { gpuWords } from "../live/gpus";
 import type { LiveNode } from "../live/messages";
 import { verdicts, versionOf, type Fit } from "./fit";
-import { addressOf, freeOf, grouped, groupKeys, parseView, poolsOf, summed } from "./fleet";
+import { addressOf, grouped, groupKeys, parseView, poolsOf, summed, wholeOf } from "./fleet";
 
 function gpu(index: number, free: number, reserved = 0): Gpu {
   return { index, uuid: `GPU-${index}`, name: "NVIDIA L4", total_vram: 24 * GIB, free_vram: free * GIB, utilization: index === 0 ? 40 : null, reserved_vram: reserved * GIB };
@@ -31,7 +31,15 @@ describe("the map of capacity (UW8, UI-7.1)", () => {
   });
 
   it("has free what all its GPUs have free together (review R14)", () => {
-    expect(freeOf(poolsOf(two, "vram")) / GIB).toBe(26);
+    expect(wholeOf(two, poolsOf(two, "vram")).free / GIB).toBe(26);
+  });
+
+  it("has no more of a node's GPUs than its budget, and the largest block within it (UI-7.1)", () => {
+    const limited = { ...two, vram_budget_bytes: 20 * GIB, available_vram: 16 * GIB };
+    const [group] = grouped([limited], { resource: "vram", group: "", order: "name" });
+    const sums = summed(group?.places ?? []);
+    expect([sums.total, sums.used, sums.reserved, sums.free, sums.largest].map((size) => size / GIB)).toEqual([20, 4, 4, 12, 12]);
+    expect(sums.largestAt).toBe("two, GPU 1");
   });
 
   it("groups by GPU, state or a label, and puts the freest first", () => {

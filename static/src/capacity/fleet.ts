@@ -28,22 +28,28 @@ function pool(name: string, total: number, available: number, reserved: number, 
 export function poolsOf(node: LiveNode, resource: Resource): Pool[] {
   if (resource === "ram") return node.total_ram > 0 ? [pool("", node.total_ram, node.available_ram, 0)] : [];
   if (resource === "disk") return node.total_disk > 0 ? [pool("", node.total_disk, node.available_disk, 0)] : [];
-  const gpus = node.gpus;
-  if (gpus.length > 0) return gpus.map((gpu) => pool(`GPU ${gpu.index}`, gpu.total_vram, gpu.free_vram, gpu.reserved_vram, gpu.utilization));
-  if (node.total_vram <= 0) return [];
-  const limit = vramLimit(node);
-  return [pool("", limit, limit - usedVram(node), node.reserved_vram)];
+  if (node.gpus.length > 0) return node.gpus.map((gpu) => pool(`GPU ${gpu.index}`, gpu.total_vram, gpu.free_vram, gpu.reserved_vram, gpu.utilization));
+  return node.total_vram > 0 ? [vramOf(node, 0)] : [];
 }
 
-/** Free in all pools together; one load can have at most the largest of them, unless it is split. */
-export function freeOf(pools: readonly Pool[]): number {
-  return pools.reduce((sum, item) => sum + item.free, 0);
+/** The VRAM that loads may use of a node, under its budget; `reserved`: on its GPUs. */
+function vramOf(node: LiveNode, reserved: number): Pool {
+  const limit = vramLimit(node);
+  return pool("", limit, limit - usedVram(node), Math.max(node.reserved_vram, reserved));
+}
+
+/** All pools of a node together; one load can have at most the largest of them, unless it is split. */
+export function wholeOf(node: LiveNode, pools: readonly Pool[]): Pool {
+  const sum = (name: "total" | "used" | "reserved" | "free") => pools.reduce((bytes, item) => bytes + item[name], 0);
+  const isLimited = node.vram_budget_bytes > 0 && pools.some(({ name }) => name !== "");
+  if (isLimited) return vramOf(node, sum("reserved"));
+  return { name: "", total: sum("total"), used: sum("used"), reserved: sum("reserved"), free: sum("free"), utilization: null };
 }
 
 export interface Place {
   node: LiveNode;
   pools: readonly Pool[];
-  free: number;
+  whole: Pool;
 }
 
 export interface Sums {
@@ -64,16 +70,17 @@ export function isOpen(node: LiveNode): boolean {
 
 export function summed(places: readonly Place[]): Sums {
   const sums: Sums = { nodes: 0, total: 0, used: 0, reserved: 0, free: 0, largest: 0, largestAt: "" };
-  for (const { node, pools } of places) {
+  for (const { node, pools, whole } of places) {
     if (!isOpen(node)) continue;
     sums.nodes += 1;
+    sums.total += whole.total;
+    sums.used += whole.used;
+    sums.reserved += whole.reserved;
+    sums.free += whole.free;
     for (const item of pools) {
-      sums.total += item.total;
-      sums.used += item.used;
-      sums.reserved += item.reserved;
-      sums.free += item.free;
-      if (item.free > sums.largest) {
-        sums.largest = item.free;
+      const free = Math.min(item.free, whole.free);
+      if (free > sums.largest) {
+        sums.largest = free;
         sums.largestAt = item.name === "" ? node.name : `${node.name}, ${item.name}`;
       }
     }
@@ -125,15 +132,16 @@ export function grouped(nodes: Iterable<LiveNode>, { resource, group, order }: P
     if (node.node_type === "agent") continue;
     const pools = poolsOf(node, resource);
     if (pools.length === 0) continue;
-    const place = { node, pools, free: isOpen(node) ? freeOf(pools) : -1 };
+    const place = { node, pools, whole: wholeOf(node, pools) };
     const name = groupOf(node, group);
     const groupPlaces = placesByGroup.get(name);
     if (groupPlaces === undefined) placesByGroup.set(name, [place]);
     else groupPlaces.push(place);
   }
   const byName = (left: Place, right: Place) => collator.compare(left.node.name, right.node.name);
+  const freeOf = ({ node, whole }: Place) => (isOpen(node) ? whole.free : -1);
   const groups = [...placesByGroup].sort(([left], [right]) => collator.compare(left, right));
-  return groups.map(([name, places]) => ({ name, places: places.sort((left, right) => (order === "free" ? right.free - left.free : 0) || byName(left, right)) }));
+  return groups.map(([name, places]) => ({ name, places: places.sort((left, right) => (order === "free" ? freeOf(right) - freeOf(left) : 0) || byName(left, right)) }));
 }
 
 /** Keys of labels by which nodes can be grouped: those that do not differ on each node. */

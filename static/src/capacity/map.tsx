@@ -6,7 +6,7 @@ import { bytes, count } from "../lib/format";
 import { fillOf } from "../ui/bars";
 import { shownStatus } from "../nodes/shared/node-status";
 import type { Verdict } from "./fit";
-import { freeOf, isOpen, summed, type Group, type Place, type Pool } from "./fleet";
+import { isOpen, summed, type Group, type Place, type Pool } from "./fleet";
 
 interface MapProps {
   groups: readonly Group[];
@@ -32,7 +32,7 @@ export function FleetMap({ groups, verdicts }: MapProps): ReactNode {
           {group.name !== "" && <GroupHead group={group} />}
           <ul className="cap-cells">
             {group.places.map((item) => (
-              <Cell key={item.node.id} node={item.node} pools={item.pools} verdict={verdicts?.get(item.node.id)} tabbable={item.node.id === tabbable} onActive={setActive} />
+              <Cell key={item.node.id} node={item.node} pools={item.pools} free={item.whole.free} verdict={verdicts?.get(item.node.id)} tabbable={item.node.id === tabbable} onActive={setActive} />
             ))}
           </ul>
         </section>
@@ -92,6 +92,8 @@ function nextRow(currentCell: HTMLElement, cells: readonly HTMLElement[]): HTMLE
 }
 
 interface CellProps extends Pick<Place, "node" | "pools"> {
+  /** In all pools together. */
+  free: number;
   verdict: Verdict | undefined;
   tabbable: boolean;
   onActive: (id: string) => void;
@@ -100,10 +102,10 @@ interface CellProps extends Pick<Place, "node" | "pools"> {
 const same = (previous: CellProps, after: CellProps) =>
   previous.node === after.node && previous.tabbable === after.tabbable && previous.pools.length === after.pools.length && previous.pools.every((pool, at) => pool.total === after.pools[at]?.total && pool.free === after.pools[at].free && pool.used === after.pools[at].used) && previous.verdict?.words === after.verdict?.words;
 
-const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: CellProps): ReactNode {
+const Cell = memo(function Cell({ node, pools, free, verdict, tabbable, onActive }: CellProps): ReactNode {
   const status = shownStatus(node);
   const words = [...pools.map(wordsOf), ...(isOpen(node) ? [] : [status]), ...(verdict === undefined ? [] : [verdict.words])].join("; ");
-  const stateText = verdict?.tone === "bad" ? verdict.words : `${bytes(freeOf(pools))} free`;
+  const stateText = verdict?.tone === "bad" ? verdict.words : `${bytes(free)} free`;
   return (
     <li className="cap-place">
       {/* Named by its content, so that the name has what is seen: who speaks to the page says that. */}
