@@ -71,7 +71,7 @@ export function ActionDialog({ action: { verb, row }, onClose, onDeleted }: Acti
     case "rule":
       return (
         <Suspense>
-          <RuleDialog rule={null} model={row.name} ruled={[]} onClose={onClose} />
+          <RuleDialog rule={null} model={row.name} onClose={onClose} />
         </Suspense>
       );
   }

@@ -5,7 +5,7 @@ import { model, node, show } from "../live/fixtures";
 import type { Operation } from "../live/messages";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
-import { answerBy, definition } from "./model-fixtures";
+import { answerBy, definition, Refusal } from "./model-fixtures";
 import { ModelsPage } from "./page";
 import type { DefinitionRow, UnusableFile } from "./shapes";
 
@@ -13,11 +13,12 @@ let sent: ReturnType<typeof answerBy>;
 let defined: DefinitionRow[];
 let unusable: UnusableFile[];
 let askedFits: string[][];
+let rules: unknown;
 
 beforeEach(() => {
   defined = [definition("idle"), definition("filed", { origin: "file", state: "active" }), definition("off", { state: "disabled" })];
   unusable = [];
-  const rule = { id: "1", model_name: "tiny", min_replicas: 2, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" };
+  rules = [{ id: "1", model_name: "tiny", min_replicas: 2, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" }];
   askedFits = [];
   sent = answerBy((path, { params, body }) => {
     if (path === "/api/definitions") {
@@ -30,7 +31,8 @@ beforeEach(() => {
       askedFits.push(models);
       return { models: models.map((name) => ({ model: name, defined: true, fitting: name.startsWith("idle") ? 1 : 0, possible: name.startsWith("off") ? 0 : 2, says: "fits on n1" })) };
     }
-    return path === "/api/nodes/scheduling" ? [rule] : {};
+    if (path === "/api/placement/plan") return { replicas_now: 0, wanted: 1, loads: [], retires: [], unsatisfiable: null, misses: [] };
+    return path === "/api/nodes/scheduling" ? rules : {};
   });
   vi.stubGlobal("matchMedia", () => ({ matches: false, addEventListener: () => undefined, removeEventListener: () => undefined }));
   vi.stubGlobal("ResizeObserver", class { observe(): void {} unobserve(): void {} disconnect(): void {} });
@@ -54,10 +56,11 @@ function Place() {
   return <output>{pathname + search}</output>;
 }
 
-function open(address = "/app/models", ...operations: Operation[]): void {
+function open(address = "/app/models", ...operations: Operation[]): LiveStore {
   const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0, { in_flight: 2 })] }), node("n2", { models: [model("tiny", 0, { id: "other" })] }));
   store.push({ type: "operations.snapshot", seq: 1, operations });
   stage(store, createMemoryRouter([{ path: "/app/models", element: <ModelsPage /> }, { path: "*", element: <Place /> }], { initialEntries: [address] }));
+  return store;
 }
 
 async function row(name: string) {
@@ -147,6 +150,20 @@ it("gives a model a rule in place (UI-8.5)", async () => {
   await act("idle", "Add rule…");
   const form = within(await screen.findByRole("dialog", { name: "Add rule" }));
   expect(form.getByLabelText<HTMLInputElement>("Model").value).toBe("idle");
+});
+
+it("saves no new rule before it knows the rules: it would replace one without a word", async () => {
+  const known = rules;
+  rules = new Refusal(503, "down");
+  const store = open();
+  await act("tiny", "Add rule…");
+  const form = within(await screen.findByRole("dialog", { name: "Add rule" }));
+  const save = form.getByRole("button", { name: "Save rule" });
+  expect(save.getAttribute("aria-disabled")).toBe("true");
+  rules = known;
+  store.push({ type: "rules", revision: "2" });
+  expect(await form.findByText("This model has a rule. Saving replaces it.")).toBeTruthy();
+  expect(save.getAttribute("aria-disabled")).toBeNull();
 });
 
 it("deletes a definition with its files after a question, but not one that a file defines (UI-8.6)", async () => {

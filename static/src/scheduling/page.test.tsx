@@ -129,6 +129,22 @@ it("editing fills every field and keeps the model (E41, UI-6.4)", async () => {
   expect(requests.at(-1)).toEqual(["/api/nodes/scheduling", expect.objectContaining({ model_name: "org/m", spread_all: true, min_replicas: 0, node_selector: { tier: "fast" } })]);
 });
 
+it("says while a rule is edited that it has changed, or is gone, and not that a pass has looked at it (UI-6.4)", async () => {
+  const store = await open();
+  const form = await dialog("Edit rule of org/m");
+  const reread = (revision: string, ...next: Rule[]) => {
+    rules = next;
+    store.push({ type: "rules", revision });
+  };
+  reread("2", { ...OLD, min_replicas: 5 });
+  expect(await form.findByText(/has changed in the meantime/)).toBeTruthy();
+  expect(form.getByLabelText<HTMLInputElement>("Minimum replicas").value).toBe("2");
+  reread("3", { ...OLD, updated_at: "2026-08-22T11:00:00Z", unsatisfiable_ticks: 0 });
+  await waitFor(() => expect(form.queryByText(/has changed in the meantime/)).toBeNull());
+  reread("4");
+  expect(await form.findByText(/was deleted in the meantime/)).toBeTruthy();
+});
+
 it("deletes after a question that starts on Cancel (UI-6.6)", async () => {
   await open();
   fireEvent.click(screen.getByRole("button", { name: "Delete rule of org/m" }));

@@ -34,7 +34,6 @@ export function SchedulingPage(): ReactNode {
   const rules = useRules();
   const [opened, setOpened] = useState<Opened>(null);
   const close = () => setOpened(null);
-  const ruled = (rules.data ?? []).map((rule) => rule.model_name);
   return (
     <div className="rules">
       <PageHead title="Scheduling" note="Replicas per model.">
@@ -45,7 +44,7 @@ export function SchedulingPage(): ReactNode {
       {rules.data?.length === 0 && <NoRules onAdd={() => setOpened({ dialog: "edit", rule: null })} />}
       {rules.data !== undefined && rules.data.length > 0 && <Rules rules={rules.data} onOpen={setOpened} />}
       <LabelsCard />
-      {opened?.dialog === "edit" && <RuleDialog rule={opened.rule} ruled={ruled} onClose={close} />}
+      {opened?.dialog === "edit" && <RuleDialog rule={opened.rule} onClose={close} />}
       {opened?.dialog === "delete" && <DeleteRule rule={opened.rule} onClose={close} />}
     </div>
   );

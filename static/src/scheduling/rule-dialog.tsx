@@ -8,7 +8,7 @@ import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
 import { Select, type Option } from "../ui/select";
 import { Checkbox, FieldMessage, TextField } from "../ui/text-field";
-import { BLANK, draftOf, refusedField, saveRule, useReread, validateDraft, type Draft, type Rule, type FieldProblems } from "./rules";
+import { BLANK, draftOf, refusedField, saveRule, useReread, useRules, validateDraft, type Draft, type Rule, type FieldProblems } from "./rules";
 import { Preview } from "./preview";
 import { SelectorField } from "./selector";
 import "../nodes/detail/detail.css";
@@ -20,8 +20,6 @@ interface RuleDialogProps {
   rule: Rule | null;
   /** The model of a new one, if it is known. */
   model?: string;
-  /** Models that have a rule: saving another one replaces it. */
-  ruled: readonly string[];
   onClose: () => void;
 }
 
@@ -31,9 +29,10 @@ interface FormProps {
   change: (target: Partial<Draft>) => void;
 }
 
-export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps): ReactNode {
+export function RuleDialog({ rule, model = "", onClose }: RuleDialogProps): ReactNode {
   const [draft, setDraft] = useState<Draft>(() => (rule === null ? { ...BLANK, model } : draftOf(rule)));
   const [sent, setSent] = useState(false);
+  const rules = useRules().data;
   const reread = useReread();
   const save = useAction(saveRule, async (saved) => {
     await reread();
@@ -49,22 +48,22 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     setSent(true);
-    if (Object.keys(problems).length === 0 && !save.busy) save.run(draft, onClose);
+    if (Object.keys(problems).length === 0 && rules !== undefined && !save.busy) save.run(draft, onClose);
   };
   const form = { draft, problems: shownProblems, change };
-  const replaces = rule === null && ruled.includes(draft.model.trim());
+  const warning = rules === undefined || save.busy || save.succeeded ? "" : replacementWarning(rule, rules.find((present) => present.model_name === draft.model.trim()));
   return (
     <Dialog open onClose={onClose} title={rule === null ? "Add rule" : <>Edit rule of <bdi>{rule.model_name}</bdi></>}>
       <form className="stack" onSubmit={submit} noValidate>
         {rule === null && <ModelField {...form} />}
-        {replaces && <p className="risk">This model has a rule. Saving replaces it.</p>}
+        {warning !== "" && <p className="risk">{warning}</p>}
         <SelectorField draft={draft} selectorProblem={shownProblems.node_selector ?? ""} onChange={change} />
         <ReplicaFields {...form} />
         <MoreFields {...form} />
         <Preview draft={draft} />
         {save.error !== null && refused === null && <Problem error={save.error} />}
         <div className="row wrap">
-          <Button type="submit" kind="primary" busy={save.busy}>
+          <Button type="submit" kind="primary" busy={save.busy} refusal={rules === undefined ? "The present rules are not known yet" : ""}>
             Save rule
           </Button>
           <Button onClick={onClose}>Cancel</Button>
@@ -72,6 +71,14 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
       </form>
     </Dialog>
   );
+}
+
+/** What saving undoes that the person may not know: `present` is the model's rule now. "" for nothing. */
+function replacementWarning(opened: Rule | null, present: Rule | undefined): string {
+  if (opened === null) return present === undefined ? "" : "This model has a rule. Saving replaces it.";
+  if (present === undefined) return "The rule was deleted in the meantime. Saving creates it again.";
+  // Not by the time of the change, which passes set as well.
+  return JSON.stringify(draftOf(present)) === JSON.stringify(draftOf(opened)) ? "" : "The rule has changed in the meantime. Saving replaces the newer values.";
 }
 
 function ModelField({ draft, problems, change }: FormProps): ReactNode {
