@@ -52,19 +52,22 @@ function cookie(name: string): string {
   return cookiePair === undefined ? "" : decodeURIComponent(cookiePair.slice(name.length + 1));
 }
 
-/** Time limit of an answer in ms: a network that drops everything leaves nothing waiting without an end. */
-const PATIENCE_MS = 30_000;
-
-async function patiently(request: Request): Promise<Response> {
-  try {
-    return await fetch(request, { signal: AbortSignal.any([request.signal, AbortSignal.timeout(PATIENCE_MS)]) });
-  } catch (error) {
-    if (!(error instanceof DOMException) || error.name !== "TimeoutError") throw error;
-    throw new ApiError("The server is not responding.", 0, "", request.method === "GET" ? "" : UNANSWERED);
-  }
+/** Sends a request for at most a time in ms: a network that drops everything leaves nothing waiting without an end. */
+function within(milliseconds: number) {
+  return async (request: Request): Promise<Response> => {
+    try {
+      return await fetch(request, { signal: AbortSignal.any([request.signal, AbortSignal.timeout(milliseconds)]) });
+    } catch (error) {
+      if (!(error instanceof DOMException) || error.name !== "TimeoutError") throw error;
+      throw new ApiError("The server is not responding.", 0, "", request.method === "GET" ? "" : UNANSWERED);
+    }
+  };
 }
 
-export const client = createClient<paths>({ baseUrl: "/", credentials: "same-origin", fetch: patiently });
+export const client = createClient<paths>({ baseUrl: "/", credentials: "same-origin", fetch: within(30_000) });
+
+/** Options of a request that sends a large body, or for which the server waits for others, such as galleries: up to 140 s. */
+export const patient = { fetch: within(150_000) };
 
 client.use({
   onRequest({ request }) {

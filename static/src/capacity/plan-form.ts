@@ -1,7 +1,7 @@
 // A question of "what if": what is to be placed, and which nodes are added. It lives in the address, so that a plan can be
 // sent to somebody else. Pure but for `usePlan`.
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
-import { call, client } from "../api/client";
+import { call, client, patient } from "../api/client";
 import type { components } from "../api/schema";
 
 type Schemas = components["schemas"];
@@ -111,7 +111,7 @@ export function usePlan(question: PlanQuestion | null): UseQueryResult<Plan> {
   const { form, file } = question ?? { form: BLANK, file: null };
   return useQuery({
     queryKey: ["placement", "plan", form, file?.name, file?.size, file?.lastModified],
-    queryFn: async ({ signal }) => call(client.POST("/api/placement/plan", { body: await fullBody(form, file), signal })),
+    queryFn: async ({ signal }) => call(client.POST("/api/placement/plan", { body: await fullBody(form, file), signal, ...patient })),
     enabled: question !== null,
     staleTime: 0,
     gcTime: 0,

@@ -1,13 +1,13 @@
 // Where models come from: what a pasted text is, the import of one of its variants, and the galleries' models.
 import { keepPreviousData, useQuery, type UseQueryResult } from "@tanstack/react-query";
-import { call, client } from "../api/client";
+import { call, client, patient } from "../api/client";
 import type { Catalogue, ImportStarted, Source } from "./shapes";
 
 /** Says what a text is, such as a name, an address or a definition; nothing is asked for an empty one. */
 export function useSource(text: string): UseQueryResult<Source> {
   return useQuery({
     queryKey: ["models", "source", text],
-    queryFn: ({ signal }) => call(client.POST("/api/sources/inspect", { body: { text }, signal })),
+    queryFn: ({ signal }) => call(client.POST("/api/sources/inspect", { body: { text }, signal, ...patient })),
     enabled: text !== "",
     retry: false,
   });
@@ -33,7 +33,7 @@ export interface Import {
 /** Downloads a variant and defines the model; the answer does not wait for it. */
 export function importModel({ text, variant, name, load }: Import): Promise<ImportStarted> {
   const body = { text, load, ...(variant === "" ? {} : { variant }), ...(name === "" ? {} : { name }) };
-  return call(client.POST("/api/models/import", { body }));
+  return call(client.POST("/api/models/import", { body, ...patient }));
 }
 
 /** The filters of the catalogue; "" stands for all. */
