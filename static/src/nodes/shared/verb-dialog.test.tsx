@@ -89,4 +89,20 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
     await screen.findByRole("button", { name: "Continue in background" });
     expect(onAll.mock.calls.map(([, targets]) => targets.map(({ id }) => id))).toEqual([["n1", "n2", "n3"], ["n1", "n3"]]);
   });
+
+  it("asks after a refused retry about the nodes of that retry only, not about those that are done", async () => {
+    const refusals = [{ id: "n2", name: "n2", reason: "the node is pending" }];
+    const onAll = vi.mocked(verbs.onAll).mockReset().mockResolvedValueOnce({ jobID: "job", statusUrl: "", message: "" });
+    onAll.mockRejectedValueOnce(new ApiError("n2: the node is pending", 409, "ids", "", 0, "", {}, [], refusals));
+    const store = new LiveStore();
+    show(<DrainDialog nodes={[node("n1"), node("n2"), node("n3")]} onClose={vi.fn()} />, store);
+    press("Drain 3 nodes");
+    await screen.findByRole("button", { name: "Continue in background" });
+    const targets = [target("n1", "success"), target("n2", "error", { error: "busy" }), target("n3", "error", { error: "busy" })];
+    store.push({ type: "operations.snapshot", seq: 1, operations: [install("x", { jobID: "job", kind: "node_drain", status: "failed", nodes: targets })] });
+    fireEvent.click(await screen.findByRole("button", { name: "Retry failed (2)" }));
+    await screen.findByRole("alert");
+    expect(screen.getByRole("button", { name: "Drain 1 node" })).toBeTruthy();
+    expect(screen.queryByText("n1")).toBeNull();
+  });
 });

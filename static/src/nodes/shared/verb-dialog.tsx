@@ -64,8 +64,9 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
     try {
       outcomes = await bulk.start(chosen, props.work, props.workOnAll);
     } catch (error) {
-      // Nothing has started: the question is asked again for the others.
+      // Nothing has started: the question is asked again for the others. After a retry some nodes are done.
       if (!(error instanceof ApiError)) throw error;
+      setNodes(chosen);
       setRefused(new Map([...refused, ...error.refusals.map(({ id, reason }) => [id, reason] as const)]));
       setRequestedNodes([]);
       announce(refusedText(error.refusals.length));
