@@ -82,11 +82,14 @@ describe("the box (UW3, UI-3.19)", () => {
     ["status:bogus", "There is no state “bogus”"],
     ["-type:gpu", "There is no type “gpu”"],
     ["tier:slow", "There is no field “tier”"],
+    ["constructor:x", "There is no field “constructor”"],
+    ["__proto__:x", "There is no field “__proto__”"],
     ["gpu-1:50051 10.0.0.1:9 fd00::1 model:x tier=slow", ""],
   ])("%s says %s", (query, message) => {
     const { problems } = parse(query);
     expect(problems.join(" ")).toContain(message);
     expect(problems.length).toBe(message === "" ? 0 : 1);
+    expect(() => named(query)).not.toThrow();
   });
 });
 

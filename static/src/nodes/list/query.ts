@@ -19,17 +19,18 @@ export interface Query {
 type Field = "status" | "gpu" | "type" | "model" | "backend" | "name" | "address";
 type Test = (node: LiveNode) => boolean;
 
-const FIELDS: Readonly<Record<string, Field>> = {
-  status: "status",
-  state: "status",
-  gpu: "gpu",
-  vendor: "gpu",
-  type: "type",
-  model: "model",
-  backend: "backend",
-  name: "name",
-  address: "address",
-};
+/** By the name that is typed; no object, which would know "constructor" too. */
+const FIELDS: ReadonlyMap<string, Field> = new Map([
+  ["status", "status"],
+  ["state", "status"],
+  ["gpu", "gpu"],
+  ["vendor", "gpu"],
+  ["type", "type"],
+  ["model", "model"],
+  ["backend", "backend"],
+  ["name", "name"],
+  ["address", "address"],
+]);
 
 const STATUSES: readonly ShownStatus[] = ["pending", "rejected", "offline", "unhealthy", "draining", "healthy"];
 const TYPES = ["backend", "agent"];
@@ -99,7 +100,7 @@ export function parse(text: string, nodes: readonly LiveNode[] = []): Query {
   const problems: string[] = [];
   for (const { plain, negated } of tokens(text, nodes)) {
     const [, name = "", mark, value = ""] = /^([^:=]+)([:=])(.*)$/s.exec(plain) ?? [];
-    const field = mark === ":" ? FIELDS[name] : undefined;
+    const field = mark === ":" ? FIELDS.get(name) : undefined;
     // `model:` is being typed and asks for nothing yet.
     if (plain === "" || (field !== undefined && value === "")) continue;
     const problem = describeProblem(field, name, mark, value);
@@ -124,7 +125,7 @@ function describeProblem(field: Field | undefined, name: string, mark: string | 
   if (field === "type" && !TYPES.some((type) => type.startsWith(value))) return `There is no type “${value}”: ${TYPES.join(", ")}.`;
   // An address may be a word: a host's name and a port, or hexadecimal groups.
   const isWord = mark !== ":" || field !== undefined || !/^[a-z_-]+$/.test(name) || /^[\d/]*$/.test(value) || /^[a-f]+$/.test(name);
-  return isWord ? "" : `There is no field “${name}”. Fields: ${Object.keys(FIELDS).join(", ")}. For a label write ${name}=${value}.`;
+  return isWord ? "" : `There is no field “${name}”. Fields: ${[...FIELDS.keys()].join(", ")}. For a label write ${name}=${value}.`;
 }
 
 function add<Key>(into: Map<Key, string[]>, key: Key, value: string): void {
