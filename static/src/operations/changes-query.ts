@@ -21,6 +21,7 @@ export const NO_FILTERS: Filters = { kind: "", actor: "", subject: "", from: "",
 export const SORTS: readonly (readonly [sort: string, label: string])[] = [
   ["operation", "Operations"],
   ["node", "Nodes"],
+  ["definition", "Definitions"],
   ["scheduling_rule", "Scheduling rules"],
   ["join_token", "Join tokens"],
   ["schedule", "Schedules"],
