@@ -126,6 +126,15 @@ def lock_names(names: Collection[str]) -> None:
         )
 
 
+def release_connection() -> None:
+    """Close this thread's database connection before a wait; keep it within a transaction.
+
+    There are fewer connections than requests. The next statement opens another one.
+    """
+    if not connection.in_atomic_block:
+        connection.close()
+
+
 @contextmanager
 def wait_for_lock(lock: Lock) -> Iterator[None]:
     """Hold `lock` on this connection across transactions; wait until its former holder releases it."""

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from asgiref.sync import async_to_sync
-from django.db import connection
 from drf_spectacular.utils import OpenApiParameter, OpenApiResponse
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import IsUser, principal
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, errors, transactions
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested_error
@@ -207,6 +206,7 @@ class MonitorView(APIView):
         engines = _find_engines(model)
         if not engines:
             raise errors.NotFound(f"model {model} is not loaded on any node")
+        transactions.release_connection()
         statuses = async_to_sync(_read_statuses)(engines)
         first = next((status for status in statuses if status["state"] is not None), None)
         if first is None:
@@ -353,6 +353,5 @@ class LogLinesView(base.NodeView):
 def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
     """Send a request to the node's worker and return its response, without holding a database connection."""
     server = dial_targets.http_server(parse_id(node_id))
-    if not connection.in_atomic_block:
-        connection.close()
+    transactions.release_connection()
     return async_to_sync(question)(server, *about)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from asgiref.sync import async_to_sync
-from django.db import connection
 from drf_spectacular.utils import OpenApiResponse
 from rest_framework import serializers
 from rest_framework.fields import empty
@@ -18,7 +17,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.accounts.authentication import IsUser, principal
-from localai_cluster.kit import clock, names
+from localai_cluster.kit import clock, names, transactions
 from localai_cluster.web.openapi import View, describe, response_example
 from localai_cluster.web.rest import (
     Flag,
@@ -281,8 +280,7 @@ def wait_for_end(operation: Operation, seconds: float) -> Operation:
 
     Raises CommandFailed if its record has been deleted meanwhile.
     """
-    if not connection.in_atomic_block:
-        connection.close()  # the wait needs none, and there are fewer than requests
+    transactions.release_connection()
     ended = async_to_sync(gateway.wait_for_end)(operation.id, seconds)
     if ended is None:
         raise CommandFailed("the record of the operation was cleared")

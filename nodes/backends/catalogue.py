@@ -25,7 +25,6 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-from django.db import connection
 from django.db.models import Case, Count, F, Q, Value, When
 
 from localai_cluster import gallery_index
@@ -36,7 +35,7 @@ from localai_cluster.gallery_index import (
     folded,
     is_compatible,
 )
-from localai_cluster.kit import clock, conf, untrusted
+from localai_cluster.kit import clock, conf, transactions, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
 from nodes.backends.installed import DEVELOPMENT, WHERE, InstalledBackend
@@ -204,8 +203,7 @@ class Reader:
         cached = self._known
         if cached.is_good(listed, check) or (listed == cached.galleries and self._lock.locked()):
             return cached.offer
-        if not connection.in_atomic_block:
-            connection.close()  # a few threads that wait for a slow gallery would hold all connections
+        transactions.release_connection()
         with self._lock:
             if not self._known.is_good(listed, check):
                 offer = combine(asyncio.run((self._read or read_all)(listed)), now=clock.now())

@@ -10,10 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from asgiref.sync import async_to_sync
-from django.db import connection
 
 from localai_cluster.gallery_index import GalleryEntry
-from localai_cluster.kit import conf, names
+from localai_cluster.kit import conf, names, transactions
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.outbound import SourceError
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, Row, Shape, count, field
@@ -195,8 +194,7 @@ def _find(reference: Reference) -> SourceModel:
 
 def _read_source(reference: Reference | GalleryEntry) -> SourceModel:
     """Read a source without holding a database connection."""
-    if not connection.in_atomic_block:
-        connection.close()
+    transactions.release_connection()
     return async_to_sync(SourceFinder(conf.cluster()).find)(reference)
 
 
@@ -234,8 +232,7 @@ def _search(reference: NameRef) -> Row:
             Suggestion(f"ollama://{reference.term}", reference.term, "ollama", "In the registry of Ollama.")
         )
     problems = list(offer.problems.values())
-    if not connection.in_atomic_block:
-        connection.close()
+    transactions.release_connection()
     try:
         repositories = async_to_sync(SourceFinder(conf.cluster()).hub.search)(reference.term)
     except SourceError as error:

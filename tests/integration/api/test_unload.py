@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connections
 
 from localai_cluster.api_document import document
 from localai_cluster.kit import clock, conf
@@ -395,6 +395,20 @@ class TestMonitor:
         assert (answer["state"], answer["memory"]) == (2, {"total": 42, "breakdown": {"gpu": 40}})
         assert [one["replica_index"] for one in answer["replicas"]] == [0, 1]
         assert [one.get("error", "") for one in answer["replicas"]] == ["", "the engine is gone"]
+
+    @pytest.mark.django_db(transaction=True)
+    def test_the_wait_for_engines_holds_no_database_connection(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Engines may be silent for seconds, and there are fewer connections than requests."""
+        own, held = connections["default"], []
+
+        class Observed(PlayedEngine):
+            async def status(self, timeout: float) -> StatusResponse:
+                held.append(own.connection is not None)
+                return await super().status(timeout)
+
+        monkeypatch.setattr(engines, "BackendClient", Observed)
+        hot.replica(hot.node())
+        assert (self.get().status_code, held) == (200, [False])
 
     @pytest.mark.parametrize("is_stock", [True, False])
     def test_an_engine_gets_the_token_that_it_expects(
