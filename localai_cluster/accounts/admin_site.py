@@ -93,7 +93,7 @@ def _refuse_impossible_addresses(view: Callable[..., Any]) -> Callable[..., Any]
         try:
             return view(request, *args, **named)
         except (DataError, OverflowError, ValueError) as error:
-            if request.method == "GET" and request.GET and not _is_raised_by_product(error):
+            if request.GET and not _is_raised_by_product(error):
                 raise BadRequest("a filter has an impossible value") from error
             raise
 

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 import pytest
 from django.contrib.admin import site
+from django.contrib.auth import get_user_model
 from django.contrib.contenttypes.models import ContentType
 from django.db import connection, connections, transaction
 from django.test import Client
@@ -128,6 +129,14 @@ def test_no_filter_guesses_a_column_that_no_page_shows(root: Client) -> None:
 def test_an_impossible_id_or_filter_is_no_crash(root: Client, path: str) -> None:
     """A regular expression could also keep the database busy."""
     assert root.get(path).status_code in (302, 400, 404)
+
+
+def test_an_action_on_a_list_with_an_impossible_filter_is_400() -> None:
+    browser = Client()
+    browser.force_login(get_user_model().objects.create_superuser("root"))
+    action = {"action": "delete_selected", "_selected_action": "1"}
+    for path in (f"{EVENTS}?at__year=999999999999", "/admin/auth/user/?date_joined__year=0"):
+        assert browser.post(path, action).status_code == 400, path
 
 
 def test_a_defect_of_a_page_is_no_impossible_filter(root: Client, monkeypatch: pytest.MonkeyPatch) -> None:
