@@ -132,10 +132,10 @@ function useTail(id: string, of: string): [TailState, Tail] {
     tail.start();
     return () => tail.stop();
   }, [tail]);
-  // Who has signed in again, or is on the network again, does not wait.
+  // Who has signed in again, or is on the network again, does not wait, nor look at a log whose socket is dead.
   const feed = useLive((state) => state.connection);
-  useChange(feed, () => {
-    if (feed === "live") tail.now();
+  useChange(feed, (previous) => {
+    if (feed === "live" && previous !== "connecting") tail.now();
   });
   return [useSyncExternalStore(tail.subscribe, tail.read), tail];
 }

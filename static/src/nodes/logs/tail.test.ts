@@ -91,6 +91,19 @@ describe("a log that is lost (UI-5.6)", () => {
     expect([texts(tail), tail.read().connection, tail.read().problem]).toEqual([["a", "b"], "live", null]);
   });
 
+  it("leaves a socket that may be dead, as after a cut cable, when it is to connect at once", () => {
+    const dead = last();
+    dead.receive({ type: "initial", lines: [line("a")] });
+    dead.receive({ type: "line", line: line("b") });
+    tail.now();
+    expect([FakeSocket.created.length, dead.closed, tail.read().connection]).toEqual([2, true, "lost"]);
+    last().receive({ type: "initial", lines: [line("a"), line("b"), line("c")] });
+    dead.receive({ type: "line", line: line("late") });
+    dead.ends(1006);
+    vi.advanceTimersByTime(3_000);
+    expect([FakeSocket.created.length, texts(tail), tail.read().connection]).toEqual([2, ["a", "b", "c"], "live"]);
+  });
+
   it("asks over REST when the socket ends before its first message and says nothing", async () => {
     answer([line("kept")]);
     last().ends(1006);

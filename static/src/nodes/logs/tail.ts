@@ -79,9 +79,12 @@ export class Tail {
     this.socket = null;
   }
 
-  /** Tries again at once. */
+  /** Connects again at once; the open socket may be dead, since a cut cable closes nothing. */
   readonly now = (): void => {
-    if (this.stopped || this.socket !== null) return;
+    if (this.stopped) return;
+    const former = this.socket;
+    if (former !== null) this.ended(0, "");
+    former?.close();
     this.connect();
   };
 
