@@ -176,7 +176,7 @@ it("keeps the filters of the catalogue in the address", () => {
 });
 
 it("puts no text with a part that may be a secret into the address", () => {
-  const shared = ["hf.co/org/Tiny-7B-Instruct-GGUF", "ollama run qwen3:4b", "s3://bucket/models/tiny", "mine@bert"];
-  const kept = ["https://ada:pass@example.org/a", "https://ada@example.org/a", "s3.example.org:key@x", "https://example.org/a?token=1", "a#b", "hf_abcdefghijklmnopqrstu", "name: a\nbackend: b", ""];
+  const shared = ["hf.co/org/Tiny-7B-Instruct-GGUF", "ollama run qwen3:4b", "s3://bucket/models/tiny", "mine@bert", "https://example.org:8443/a", "ollama://qwen3:4b"];
+  const kept = ["https://ada:pass", "s3://key:1234", "https://ada:pass@example.org/a", "https://ada@example.org/a", "s3.example.org:key@x", "https://example.org/a?token=1", "a#b", "hf_abcdefghijklmnopqrstu", "name: a\nbackend: b", ""];
   expect([shared.filter((text) => !isShareable(text)), kept.filter(isShareable)]).toEqual([[], []]);
 });

@@ -15,8 +15,8 @@ export function useSource(text: string): UseQueryResult<Source> {
 
 const LONGEST_SHOWN = 500;
 const PLAIN = /^[\w.@:/ -]+$/;
-/** A user before a host, with or without a password, and what is as long as a token. */
-const SECRET = /\/\/[^/]*@|:[^/\s]*@|\w{20,}/;
+/** A user before a host, with or without a password, also while it is typed: no port, nor a tag; and what is as long as a token. */
+const SECRET = /\/\/[^/]*@|(?<!ollama:)\/\/[^/]*:(?!\d+\/)|:[^/\s]*@|\w{20,}/;
 
 /** May be seen in the address: it has no part that may be a secret, such as a password, a query or a token. */
 export function isShareable(text: string): boolean {
