@@ -4,7 +4,7 @@ from typing import Any
 
 from django.contrib import admin, messages
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 
 from localai_cluster.accounts import api_keys, principals
 from localai_cluster.accounts.models import ApiKey, AuditEntry, InitialPassword
@@ -34,6 +34,10 @@ class ApiKeyAdmin(ModelAdmin):
         row, plain = principals.create_api_key(obj.user, obj.name)
         obj.pk, obj.prefix, obj.key_hash = row.pk, row.prefix, row.key_hash
         self.message_user(request, f"API key, shown only once: {plain}", messages.WARNING)
+
+    def response_add(self, request: HttpRequest, obj: ApiKey, *_: Any, **__: Any) -> HttpResponse:
+        """Show the plaintext of the new key."""
+        return self.render_messages(request, f"Created: API key {obj}")
 
     @admin.action(description="Revoke selected API keys", permissions=["change"])
     def revoke(self, request: HttpRequest, keys: QuerySet[ApiKey]) -> None:

@@ -8,6 +8,7 @@ from django.contrib.admin.utils import flatten, flatten_fieldsets
 from django.core.exceptions import BadRequest, FieldDoesNotExist, ValidationError
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 
 from localai_cluster.kit import leases
 
@@ -58,6 +59,15 @@ class ModelAdmin(_ModelAdmin):
         except ValidationError:
             raise BadRequest("no row of this list has this id") from None
         return super().response_action(request, queryset, *more, **named)
+
+    def render_messages(self, request: HttpRequest, title: str) -> TemplateResponse:
+        """Return a page with the messages of this request.
+
+        For secrets: until the page after a redirect they would be in a cookie.
+        """
+        request.current_app = self.admin_site.name
+        context = {**self.admin_site.each_context(request), "title": title, "opts": self.opts}
+        return TemplateResponse(request, "admin/messages.html", context)
 
 
 class _ReadOnly:

@@ -209,17 +209,17 @@ class DecisionForm(forms.Form):
         return reason
 
 
-def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Actor, reason: str) -> str:
+def _decide_on_node(
+    action: Action, node_id: UUID, revision: int, *, actor: Actor, reason: str
+) -> tuple[str, str]:
     """Run the action if the node still has this revision.
 
-    Return the node's name and the values that are shown only once. Raises NotFound, Conflict or InvalidInput.
+    Return the node's name and its new API token, "" without one. Raises NotFound, Conflict or InvalidInput.
     """
     with transaction.atomic():
         node = lock_node(node_id, revision)
         result = bulk.perform(action.name, node_id, actor, clock.now(), {"reason": reason})
-    if not isinstance(result, lifecycle.Approval) or not result.api_token:
-        return node.name
-    return f"{node.name} (API token of the agent, shown only once: {result.api_token})"
+    return node.name, result.api_token if isinstance(result, lifecycle.Approval) else ""
 
 
 class LabelInline(ObservedInline):
@@ -345,16 +345,19 @@ class BackendNodeAdmin(ModelAdmin):
             revisions = signing.loads(request.POST["revisions"], salt=REVISIONS_SALT)
         except signing.BadSignature:
             raise BadRequest("revisions: not what the page carried") from None
-        self._run(request, action, revisions, form.cleaned_data["reason"])
-        return None
+        shows_token = self._run(request, action, revisions, form.cleaned_data["reason"])
+        return self.render_messages(request, action.title) if shows_token else None
 
-    def _run(self, request: HttpRequest, action: Action, revisions: Mapping[str, int], reason: str) -> None:
-        """Run the action on each node in a transaction of its own; report the results and refusals."""
+    def _run(self, request: HttpRequest, action: Action, revisions: Mapping[str, int], reason: str) -> bool:
+        """Run the action on each node in a transaction of its own; report the results and refusals.
+
+        Return True if a result has an API token.
+        """
         actor = of_principal(principals.of_user(request.user))
-        refused = 0
+        refused, shows_token = 0, False
         for node_id, revision in revisions.items():
             try:
-                name = _decide_on_node(action, UUID(node_id), revision, actor=actor, reason=reason)
+                name, token = _decide_on_node(action, UUID(node_id), revision, actor=actor, reason=reason)
             except errors.ClusterError as refusal:
                 refused += 1
                 if refused <= MAX_REFUSALS_SHOWN:
@@ -363,9 +366,12 @@ class BackendNodeAdmin(ModelAdmin):
                     node = BackendNode.objects.filter(pk=node_id).first() or node_id
                     self.message_user(request, f"Node {node}: {text}. Nothing was changed.", messages.ERROR)
             else:
-                self.message_user(request, f"Node {name}: {action.done}.", messages.SUCCESS)
+                shows_token = shows_token or token != ""
+                note = f" (API token of the agent, shown only once: {token})" if token else ""
+                self.message_user(request, f"Node {name}{note}: {action.done}.", messages.SUCCESS)
         if refused > MAX_REFUSALS_SHOWN:
             self.message_user(request, f"{refused - MAX_REFUSALS_SHOWN} more were skipped.", messages.ERROR)
+        return shows_token
 
     def _confirmation(
         self, request: HttpRequest, nodes: list[BackendNode], action: Action, form: DecisionForm

@@ -138,3 +138,14 @@ def test_the_admin_revokes_keys_for_good(ann: Any) -> None:
     assert (stored.name, stored.revoked_at) == ("laptop", row.revoked_at)
     entries = AuditEntry.objects.filter(kind="user.key_revoked").values_list("actor", "subject_id")
     assert list(entries) == [("root", str(row.pk))]
+
+
+def test_the_admin_shows_a_new_key_only_in_its_answer(ann: Any) -> None:
+    """Only its hash is kept. After a redirect it was in a cookie, which is signed and not encrypted."""
+    root = pages.superuser()
+    page = pages.confirm(root, root.get("/admin/accounts/apikey/add/"), user=str(ann.pk), name="ci")
+    (shown,) = pages.messages(page)
+    key = shown.rpartition(" ")[2]
+    assert (page.redirect_chain, lists_models(key), key in page.content.decode()) == ([], 200, True)
+    assert "messages" not in root.cookies
+    assert key not in root.get(f"/admin/accounts/apikey/{ApiKey.objects.get().pk}/change/").content.decode()

@@ -375,10 +375,14 @@ def test_a_heartbeat_between_page_and_yes_is_no_obstacle(root: Client) -> None:
 
 @pytest.mark.rule("R1.31")
 def test_an_agents_token_is_shown_once(root: Client) -> None:
-    """Approving makes its key, which exists nowhere else."""
+    """Approving makes its key, which exists nowhere else, not even in a cookie."""
     node = api.make_node("agent", node_type="agent", approved=False)
-    (shown,) = pages.messages(pages.confirm(root, pages.select(root, "approve", node.id)))
+    page = pages.confirm(root, pages.select(root, "approve", node.id))
+    (shown,) = pages.messages(page)
     token = shown[shown.index("lai-") :].split(")")[0]
+    assert token in page.content.decode()
+    assert "messages" not in root.cookies
+    assert token not in root.get(pages.LIST).content.decode()
     assert api.bearer(token).get("/api/schema").status_code == 200
 
 
