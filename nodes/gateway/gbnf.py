@@ -100,8 +100,9 @@ MAX_REPEATS = 1000
 MAX_SCHEMA_PARTS = 20_000
 """Limit on the parts of a schema. A part is counted once for each copy that a neighbouring choice causes."""
 MAX_COPIED_CHARACTERS = 1_000_000
-"""Limit on the characters and merged entries that references and choices copy from the schema, in total.
-Without it a small schema could expand to a grammar that exceeds the memory."""
+"""Limit on the characters and entries that are read or copied, in total. A part counts at every reference
+and choice. Without the limit a small schema could take hours, or expand to a grammar that exceeds the memory.
+"""
 MAX_TOTAL_TEXT_LENGTH = 20_000
 """Limit on the sum of the length bounds of all texts, because engines create a rule for each character.
 Further length bounds are omitted."""
@@ -209,16 +210,23 @@ _ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems")
 def from_schema(schema: Mapping[str, Any]) -> str:
     """Return the text of the grammar for a schema, with the root rule `root`.
 
-    Call `schemas.check_schemas` first.
+    Call `schemas.check_schemas` first. Raise InvalidInput if a limit is exceeded.
     """
-    return "\n".join(f"{name} ::= {to_text(part)}" for name, part in build_rules(schema).items())
+    try:
+        return "\n".join(f"{name} ::= {to_text(part)}" for name, part in build_rules(schema).items())
+    except RecursionError:
+        raise _too_many_choices_error() from None
 
 
 def build_rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
-    """Return the grammar's rules by name. Raise InvalidInput if a limit is exceeded."""
+    """Return the grammar's rules by name."""
     builder = _RuleBuilder(schema)
     builder.add("root", builder.grammar_of(schema))
     return builder.rules
+
+
+def _too_many_choices_error() -> InvalidInput:
+    return InvalidInput("the schema combines too many choices", field="response_format")
 
 
 class _Contradiction(InvalidInput):
@@ -248,7 +256,7 @@ class _RuleBuilder:
 
     def _check_limits(self) -> None:
         if self._steps > MAX_SCHEMA_PARTS or self._copied > MAX_COPIED_CHARACTERS:
-            raise InvalidInput("the schema combines too many choices", field="response_format")
+            raise _too_many_choices_error()
 
     def _literal(self, value: Any) -> Text:
         text = _to_json(value)
@@ -269,9 +277,12 @@ class _RuleBuilder:
     def grammar_of(self, part: Any) -> Grammar:
         """Return the grammar of a part of the schema. An unsupported part accepts any value."""
         self._steps += 1
-        self._check_limits()
         if not isinstance(part, Mapping):
+            self._check_limits()
             return Reference("value")
+        entries = (len(value) for value in part.values() if isinstance(value, Mapping | list))
+        self._copied += len(part) + sum(entries)
+        self._check_limits()
         if isinstance(part.get("$ref"), str):
             has_no_siblings = part.keys() <= _ANNOTATION_KEYWORDS
             return (
@@ -313,7 +324,8 @@ class _RuleBuilder:
 
     def _type_rule(self, part: Mapping[str, Any], kind: Any) -> Grammar:
         if isinstance(kind, list) and kind:
-            return Alternatives(tuple(self._type_rule(part, option) for option in kind))
+            kinds = dict.fromkeys(option if isinstance(option, str) else "value" for option in kind)
+            return Alternatives(tuple(self._type_rule(part, option) for option in kinds))
         if kind == "object" or (kind is None and any(name in part for name in _OBJECT_KEYWORDS)):
             return self._object_rule(part)
         if kind == "array" or (kind is None and any(name in part for name in _ARRAY_KEYWORDS)):

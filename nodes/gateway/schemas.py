@@ -16,8 +16,8 @@ from localai_cluster.web.wire import field_error
 MAX_SCHEMA_PARTS = 10_000
 """Maximum number of parts in all schemas of a request. A part counts at every reference to it.
 
-Values of an `enum` count, and so do the items that a list must or may have: an engine creates rules for each
-of them.
+Entries of a list count, also the values of an `enum`, and so do the items that an array must or may have: an
+engine reads or creates rules for each of them.
 """
 MAX_SCHEMA_DEPTH = 128
 """Maximum nesting depth of a schema, with references resolved. Readers of a schema recurse per level."""
@@ -64,6 +64,8 @@ def check_grammar(grammar: str) -> None:
 def check_schemas(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:
     """Raise InvalidInput with the schema's field unless every reference resolves and none is recursive."""
     steps = 0.0
+    # The subschemas of each part that was read, by its id: it may be large, with many references to it.
+    subschemas: dict[int, list[Any]] = {}
     for schema, field in schemas:
         # Each entry is a part of the schema, the references on the path to it, and its depth.
         pending: list[tuple[Any, frozenset[str], int]] = [(schema, frozenset(), 1)]
@@ -83,12 +85,14 @@ def check_schemas(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:
             if isinstance(reference, str):
                 target = _require_reference(schema, reference, ancestors, field)
                 pending.append((target, ancestors | {reference}, level + 1))
-            pending.extend((inner, ancestors, level + 1) for inner in _subschemas(part))
+            if id(part) not in subschemas:
+                subschemas[id(part)] = list(_subschemas(part))
+            pending.extend((inner, ancestors, level + 1) for inner in subschemas[id(part)])
 
 
 def _count_parts(part: Any) -> float:
     if not isinstance(part, dict):
-        return 1
+        return max(1, len(part))
     counts = [part.get(name) for name in ("minItems", "maxItems")]
     values = part.get("enum")
     return (
