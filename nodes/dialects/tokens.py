@@ -79,7 +79,7 @@ async def count_tokens(request: InferenceRequest) -> Answer:
     """Respond with the number of tokens of the conversation in the body."""
     body = wire.parse_struct(drop_unknown_blocks(wire.parse_json_object(request.body)), CountBody)
     definition = await find_model(request, body.model)
-    prompt = await render_template(definition, body.conversation)
+    prompt = await render_template(request, definition, body.conversation)
     options = with_prompt(PredictOptions(ModelIdentity=definition.model), prompt, 0)
     if prompt.rendered is None:
         texts = [message.content for message in prompt.messages]

@@ -11,9 +11,10 @@ with a cookie or an `Origin`, because a browser may have sent them for a page. A
 read for a confirmed caller only. The statement that picks the replica checks a stored key. If this process
 has no recent confirmation of the key, it reads at most the first part of a body before a separate statement
 confirms the key, and nothing at all from an address over its failure limit; the pick checks the key again. If
-a request ends before its pick, a separate statement checks its key too. A wrong key counts as a failure of
-its address. A request without a key may come from a page of the cluster: its session and its origin are
-checked. A missing session counts as a wrong key.
+a request ends before its pick, a separate statement checks its key too, and so it does before a template is
+rendered or a schema compiled for such a key (`confirm_early`). A wrong key counts as a failure of its
+address. A request without a key may come from a page of the cluster: its session and its origin are checked.
+A missing session counts as a wrong key.
 """
 
 import asyncio
@@ -210,15 +211,15 @@ class Endpoint:
 
     async def _read_body(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
         if self.has_form:
-            await _confirm_early(request)
+            await _confirm_and_keep(request)
             kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
             request.form = await bodies.read_form(body, kind)
             return
-        if request.key_hash and request.key_hash not in gateway.current().picker.confirmed_keys:
+        if _is_unconfirmed(request):
             if not _is_suspect(request):
                 await body.read_first_part()
             if not body.is_complete:
-                await _confirm_early(request)
+                await _confirm_and_keep(request)
         try:
             request.body = await body.read_all()
         except ClusterError:
@@ -234,10 +235,11 @@ class Endpoint:
             with CancelOnStop():
                 answer = await handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
-        except ClusterError as error:
-            # A content error reveals facts about the cluster, so only a confirmed caller may read it.
-            if error.status < 500 and not isinstance(error, NotAuthenticated):
-                await confirm(request)
+        except (NotAuthenticated, Unavailable):
+            raise  # without another statement: the key is refused, or there is an outage
+        except Exception:
+            # An error reveals facts about the cluster, so only a confirmed caller may read it.
+            await confirm(request)
             raise
 
 
@@ -248,14 +250,22 @@ def _is_suspect(request: InferenceRequest) -> bool:
     )
 
 
-async def _confirm_early(request: InferenceRequest) -> None:
-    """Confirm the request's key before the body is read.
+def _is_unconfirmed(request: InferenceRequest) -> bool:
+    """Return True if the request has a key that this process has not confirmed recently."""
+    return bool(request.key_hash) and request.key_hash not in gateway.current().picker.confirmed_keys
 
-    The pick checks the key a second time, because it may be revoked meanwhile.
-    """
-    key_hash = request.key_hash
+
+async def confirm_early(request: InferenceRequest) -> None:
+    """Confirm the request's key before costly work, unless this process has confirmed it recently."""
+    if _is_unconfirmed(request):
+        await _confirm_and_keep(request)
+
+
+async def _confirm_and_keep(request: InferenceRequest) -> None:
+    """Confirm the request's key. The pick checks it a second time, because it may be revoked meanwhile."""
+    key_hash, model = request.key_hash, request.model
     await confirm(request)
-    request.key_hash = key_hash
+    request.key_hash, request.model = key_hash, model
 
 
 def is_anthropic_client(scope: Scope) -> bool:

@@ -26,7 +26,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import Rejected, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
-from nodes.gateway import gateway, gbnf, templates
+from nodes.gateway import endpoint, gateway, gbnf, templates
 from nodes.gateway.gateway import find_model
 from nodes.gateway.generation import (
     Conversation,
@@ -123,7 +123,7 @@ def sampling_options(
         PromptCacheAll=True,
     )
     options.Grammar = sampling.grammar
-    if sampling.grammar.startswith("{"):
+    if _is_schema(sampling.grammar):
         options.Grammar = gbnf.from_schema(orjson.loads(sampling.grammar))
         options.Metadata[SCHEMA_METADATA] = sampling.grammar
     for name, field in _ENGINE_FIELD_BY_OPTION.items():
@@ -134,6 +134,10 @@ def sampling_options(
     requested_seed = defaults["seed"] if sampling.seed is None else sampling.seed
     options.Seed = int(seed if requested_seed == _RANDOM_SEED else requested_seed) & _MAX_SEED
     return options
+
+
+def _is_schema(grammar: str) -> bool:
+    return grammar.startswith("{")
 
 
 def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int) -> PredictOptions:
@@ -319,11 +323,13 @@ async def _prepare_calls(request: InferenceRequest, generation: Generation) -> "
     """Find the model's definition and render the prompts. All attempts use the result."""
     definition = await find_model(request, generation.model)
     prompts = [
-        await render_template(definition, prompt) if isinstance(prompt, Conversation) else prompt
+        await render_template(request, definition, prompt) if isinstance(prompt, Conversation) else prompt
         for prompt in generation.prompts
     ]
     if conf.cluster().prefix_cache:
         request.chain = prompt_chain(definition.name, prompt_bytes(prompts[0]))
+    if _is_schema(generation.sampling.grammar):
+        await endpoint.confirm_early(request)
     options = sampling_options(generation.sampling, definition, request.request_id, random.getrandbits(31))
     return _EngineCalls(request, generation, prompts, options)
 
@@ -331,14 +337,20 @@ async def _prepare_calls(request: InferenceRequest, generation: Generation) -> "
 _SYSTEM_ROLES = ("system", "developer")
 
 
-async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
-    """Add the definition's system prompt and render its template, if the definition has them."""
+async def render_template(
+    request: InferenceRequest, definition: Definition, prompt: Conversation
+) -> Conversation:
+    """Add the definition's system prompt and render its template, if the definition has them.
+
+    Only a confirmed caller may have a template rendered.
+    """
     system, template = definition.generation.system, definition.generation.template
     if system and all(message.role not in _SYSTEM_ROLES for message in prompt.messages):
         messages = (ConversationMessage("system", system), *prompt.messages)
         prompt = msgspec.structs.replace(prompt, messages=messages)
     if not template:
         return prompt
+    await endpoint.confirm_early(request)
     if prompt.tools and not templates.has_tools(template):
         raise InvalidInput(
             "tools: the template of this model's definition has no place for them", field="tools"
