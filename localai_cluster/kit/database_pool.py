@@ -7,7 +7,8 @@ that a crashed server lost, so no request waits for a disk.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
@@ -22,8 +23,12 @@ logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 Parameters = Mapping[str, Any]
 
-UNREACHABLE_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, PoolTimeout, OSError)
-"""Exceptions of a statement that mean an unreachable database, not a wrong statement."""
+_ReadOnly = psycopg.errors.ReadOnlySqlTransaction
+UNREACHABLE_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, _ReadOnly, PoolTimeout, OSError)
+"""Exceptions of a statement that mean an unreachable database, not a wrong statement.
+
+A server that only reads is a standby: after a failover the address may lead to it for some time.
+"""
 
 MAX_CONNECTIONS = 6
 _MAX_IDLE_SECONDS = 15.0
@@ -93,14 +98,24 @@ class Pool:
         """Replace the connections that failed while idle."""
         await self._pool.check()
 
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        """Yield a connection of the pool. All are replaced if its server only reads."""
+        async with self._pool.connection() as connection:
+            try:
+                yield connection
+            except _ReadOnly:
+                await self._pool.drain()
+                raise
+
     async def fetch_rows(self, statement: str, parameters: Parameters) -> list[tuple[Any, ...]]:
         """Run one statement in its own transaction and return its rows."""
-        async with self._pool.connection() as connection:
+        async with self._connection() as connection:
             return await (await connection.execute(statement, parameters)).fetchall()
 
     async def run(self, statement: str, parameters: Parameters) -> int:
         """Run one statement in its own transaction and return the number of affected rows."""
-        async with self._pool.connection() as connection:
+        async with self._connection() as connection:
             return (await connection.execute(statement, parameters)).rowcount
 
     async def run_in_transaction(self, statements: list[tuple[str, Parameters]]) -> list[tuple[Any, ...]]:
@@ -108,7 +123,7 @@ class Pool:
 
         Return the rows of the last statement, or none if it returns no rows.
         """
-        async with self._pool.connection() as connection, connection.transaction():
+        async with self._connection() as connection, connection.transaction():
             for text, values in statements:
                 cursor = await connection.execute(text, values)
             return await cursor.fetchall() if cursor.description else []
@@ -118,7 +133,7 @@ class DedicatedConnection:
     """One connection for one statement that runs repeatedly, never concurrently.
 
     A statement takes a third of the time that it takes in a pool. The connection is opened at the first use
-    and again after a loss.
+    and again after an error.
     """
 
     def __init__(self, url: str) -> None:
@@ -135,7 +150,7 @@ class DedicatedConnection:
         try:
             await cursor.execute(statement, parameters)
             return await cursor.fetchall()
-        except UNREACHABLE_ERRORS:
+        except (psycopg.Error, OSError):
             await self.close()
             raise
 

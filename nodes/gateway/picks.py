@@ -329,14 +329,17 @@ class Picker:
         if not requests and not released:
             return 0
         exchange = _StatementBatch(requests, released)
-        document = orjson.dumps(exchange.document(self._weights)).decode()
-        values = (str(self.process_id), clock.now().isoformat(), document)
         try:
+            document = orjson.dumps(exchange.document(self._weights)).decode()
+            values = (str(self.process_id), clock.now().isoformat(), document)
             rows = await self._connection.fetch_rows(statements.EXCHANGE, values)
         except (*_RETRYABLE_ERRORS, *UNREACHABLE_ERRORS) as error:
             # The statement may have taken effect: a settlement comes before the next exchange.
             self._unsettled = True
             self._waiting = [*self._retryable_requests(requests, error), *self._waiting]
+        except Exception:
+            self._waiting = [*requests, *self._waiting]  # the caller fails all of them
+            raise
         else:
             self._distribute_replicas(exchange, rows)
         return len(requests)

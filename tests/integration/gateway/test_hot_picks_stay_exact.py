@@ -11,8 +11,11 @@ from typing import Any
 import psycopg
 import pytest
 from django.db import connection
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from localai_cluster.kit import clock, database_pool, processes
+from localai_cluster.kit.errors import ClusterError, Unavailable
 from nodes.gateway.picks import Picker, ProcessHeartbeat
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import NodeModel, ReplicaUse
@@ -293,6 +296,61 @@ def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
             await until(right)
 
     asyncio.run(scenario())
+
+
+def make_read_only(value: str) -> None:
+    """Change the default of new sessions, and end those that exist, as a failover to a standby would."""
+    url = make_conninfo(hot.database_url(), options="-c default_transaction_read_only=off")
+    with psycopg.connect(url, autocommit=True) as session:
+        name = sql.Identifier(session.info.dbname)
+        statement = sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = {}")
+        session.execute(statement.format(name, sql.SQL(value)))
+
+
+@pytest.mark.rule("C39")
+def test_a_server_that_only_reads_is_as_good_as_none() -> None:
+    """As a standby to which a name still leads: 503, and no connection to it is kept."""
+    hot.replica(hot.node())
+
+    async def serves(picker: Picker) -> bool:
+        try:
+            picker.release(await acquire(picker))
+        except Unavailable:  # of a connection that was opened just before
+            return False
+        return True
+
+    async def scenario() -> None:
+        async with hot.picker() as picker:
+            await hot.in_thread(make_read_only, "on")
+            try:
+                await hot.in_thread(cut_connections)
+                for _ in range(2):
+                    with pytest.raises(Unavailable):
+                        await asyncio.wait_for(acquire(picker), 60)
+            finally:
+                await hot.in_thread(make_read_only, "off")
+            await until(lambda: serves(picker))
+            await picker.settle()
+
+    asyncio.run(scenario())
+    assert list(hot.counts().values()) == [0]
+
+
+def test_a_refused_statement_fails_its_requests_and_no_others() -> None:
+    """Whatever the error, every request that waits gets one, and the next pick has another connection."""
+    hot.replica(hot.node())
+
+    async def scenario() -> list[Any]:
+        async with hot.picker() as picker:
+            await picker.connection.fetch_rows("SELECT set_config('search_path', $1, false)", ("pg_temp",))
+            asked = [acquire(picker) for _ in range(3)]
+            failed = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+            picker.release(await acquire(picker))
+            await picker.settle()
+            return failed
+
+    assert [type(error) for error in asyncio.run(scenario())] == [ClusterError] * 3
+    assert list(hot.counts().values()) == [0]
 
 
 def declare_dead(picker: Picker) -> None:
