@@ -244,9 +244,10 @@ def parse_generate(fields: Mapping[str, Any]) -> Generation:
 def _convert_messages(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessage]:
     """Yield the messages in the form that engines expect.
 
-    A tool result may lack an id. It then gets the id of the first call that has no result yet.
+    A tool result may lack an id. It then gets the id of the first call of its tool that has no result yet, or
+    of the first call at all.
     """
-    unanswered_ids: list[str] = []
+    unanswered: list[ToolCall] = []
     for number, message in enumerate(messages):
         calls = [
             ToolCall(
@@ -257,10 +258,12 @@ def _convert_messages(messages: Sequence[OllamaMessage]) -> Iterator[Conversatio
         ]
         answered_id = ""
         if message.role == "tool":
-            answered_id = message.tool_call_id or (unanswered_ids[0] if unanswered_ids else f"call_{number}")
-            unanswered_ids = [call_id for call_id in unanswered_ids if call_id != answered_id]
+            of_tool = [call.id for call in unanswered if call.function.name == message.tool_name]
+            waiting_ids = (*of_tool, *(call.id for call in unanswered), f"call_{number}")
+            answered_id = message.tool_call_id or waiting_ids[0]
+            unanswered = [call for call in unanswered if call.id != answered_id]
         elif message.role == "assistant":
-            unanswered_ids = [call.id for call in calls]
+            unanswered = calls
         yield ConversationMessage(
             message.role,
             message.content or "",

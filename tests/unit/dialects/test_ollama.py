@@ -97,6 +97,31 @@ def test_messages_reach_the_engine() -> None:
     assert (json.loads(told.tools), told.tool_choice, asked.stream) == ([TOOL], "auto", True)
 
 
+def call(name: str) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("results", "answered"),
+    [
+        (["g", "f"], [1, 0]),
+        (["g", "g", "f"], [1, 2, 0]),
+        ([None, "g", None], [0, 1, 2]),
+        (["other", "g", "f"], [0, 1, 2]),
+    ],
+)
+def test_a_result_belongs_to_the_call_of_its_tool(results: list[str | None], answered: list[int]) -> None:
+    """Of several calls that wait, the first of the tool; the first at all if none is of it."""
+    messages = [
+        {"role": "assistant", "tool_calls": [call("f"), call("g"), call("g")]},
+        *({"role": "tool", "content": "sun", "tool_name": name} for name in results),
+    ]
+    (told,) = parse_chat({"model": "m", "messages": messages}).prompts
+    assert isinstance(told, Conversation)
+    ids = [one["id"] for one in json.loads(told.messages[0].tool_calls)]
+    assert [ids.index(one.tool_call_id) for one in told.messages[1:]] == answered
+
+
 def test_a_prompt_reaches_the_engine() -> None:
     (told,) = parse_generate(PROMPT | {"system": "Be brief.", "images": [PNG], "stream": False}).prompts
     assert isinstance(told, Conversation)
