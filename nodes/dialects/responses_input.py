@@ -203,9 +203,14 @@ def _select_readable(entries: Iterable[InputEntry]) -> Iterator[InputEntry]:
         raise field_error(f"{unread_result}.type", message, "unsupported_value")
 
 
+def _is_assistant_message(item: Item) -> bool:
+    # An item of another type may have a role, which means nothing.
+    return item.type == "message" and item.role == "assistant"
+
+
 def _check_parts(item: Item, path: str) -> None:
     """Raise InvalidInput for a part that no model can read. The model's own messages may have such parts."""
-    if item.type == "reasoning" or item.role == "assistant":
+    if item.type == "reasoning" or _is_assistant_message(item):
         return
     for name, content in (("content", item.content), ("output", item.output)):
         for index, part in enumerate(content if isinstance(content, list) else ()):
@@ -261,7 +266,7 @@ def convert_items(
         yield ConversationMessage("system", instructions)
     answer: list[Item] = []
     for _, item in entries:
-        is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
+        is_assistant_item = item.type in ("function_call", "reasoning") or _is_assistant_message(item)
         if not is_assistant_item or _starts_response(item, answer):
             yield from _assistant_message(answer, names)
             answer = []

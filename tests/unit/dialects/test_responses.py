@@ -271,6 +271,17 @@ def test_an_input_without_anything_to_read_is_refused() -> None:
         parse_request(ASK | {"input": [{"type": "web_search_call"}, {"type": "mcp_call", "output": {}}]})
 
 
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_only_a_message_has_a_role(role: str) -> None:
+    """An output with a role is an output; what no model reads in it is refused."""
+    output = CALL_OUTPUT | {"role": role}
+    (told,) = parse_request({"model": "m", "input": [CALL, output]}).prompts
+    assert isinstance(told, Conversation)
+    assert [(one.role, one.content) for one in told.messages] == [("assistant", ""), ("tool", "sun")]
+    with pytest.raises(InvalidInput, match="no model here reads"):
+        parse_request({"model": "m", "input": [CALL, output | {"output": [{"type": "input_audio"}]}]})
+
+
 @pytest.mark.parametrize(
     "choice", [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "function"}]
 )
