@@ -2,7 +2,8 @@
 
 The first piece of a stream must arrive within the request limit, each later piece within the stall limit
 (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`). A complete response is one piece, which saves work per
-token, so the request limit covers all of it. If the client disconnects, the calls are cancelled.
+token. The request limit covers all of it, also if the engine can only stream. If the client disconnects, the
+calls are cancelled.
 
 `docs/engines.md` and `docs/inference-fields.md` document each field of a call and a reply.
 """
@@ -23,8 +24,9 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.errors import Rejected, Unimplemented
+from localai_cluster.rpc.errors import BackendFailed, DeadlineExceeded, Rejected, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, Message, PredictOptions, Reply
+from localai_cluster.rpc.stream_client import MAX_MESSAGE_BYTES
 from nodes.definitions.files import Definition
 from nodes.gateway import endpoint, gateway, gbnf, templates
 from nodes.gateway.gateway import find_model
@@ -123,7 +125,7 @@ def sampling_options(
         PromptCacheAll=True,
     )
     options.Grammar = sampling.grammar
-    if _is_schema(sampling.grammar):
+    if sampling.grammar.startswith("{"):
         options.Grammar = gbnf.from_schema(orjson.loads(sampling.grammar))
         options.Metadata[SCHEMA_METADATA] = sampling.grammar
     for name, field in _ENGINE_FIELD_BY_OPTION.items():
@@ -134,10 +136,6 @@ def sampling_options(
     requested_seed = defaults["seed"] if sampling.seed is None else sampling.seed
     options.Seed = int(seed if requested_seed == _RANDOM_SEED else requested_seed) & _MAX_SEED
     return options
-
-
-def _is_schema(grammar: str) -> bool:
-    return grammar.startswith("{")
 
 
 def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int) -> PredictOptions:
@@ -287,10 +285,13 @@ def _parse_tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str,
 
 CONCURRENT_CHOICES = 8
 """Maximum number of choices of one request that its replica generates in parallel."""
+_DELTA_BYTES = 64
+"""Approximate bytes of a delta without its content."""
 _STALL_MESSAGE = "the engine has sent nothing for too long"
 _TIMEOUT_MESSAGE = (
     "the whole answer took longer than CLUSTER_REQUEST_TIMEOUT allows; a streamed one may take longer"
 )
+_TOO_LARGE_MESSAGE = "the answer is larger than one message of an engine may be; a streamed one may be larger"
 
 
 async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
@@ -299,8 +300,10 @@ async def generate(request: InferenceRequest, generation: Generation) -> list[Te
         calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
         while True:
-            async with attempts as engine:
+            async with attempts as engine, asyncio.timeout(request.deadline - clock.monotonic()):
                 return [delta async for delta in await calls.start(engine)]
+    except TimeoutError:
+        raise DeadlineExceeded(_TIMEOUT_MESSAGE) from None
     except InvalidInput as refusal:
         raise rename_field(refusal, generation) from None
 
@@ -328,7 +331,7 @@ async def _prepare_calls(request: InferenceRequest, generation: Generation) -> "
     ]
     if conf.cluster().prefix_cache:
         request.chain = prompt_chain(definition.name, prompt_bytes(prompts[0]))
-    if _is_schema(generation.sampling.grammar):
+    if generation.sampling.grammar.startswith("{"):
         await endpoint.confirm_early(request)
     options = sampling_options(generation.sampling, definition, request.request_id, random.getrandbits(31))
     return _EngineCalls(request, generation, prompts, options)
@@ -401,6 +404,7 @@ class _EngineCalls:
         """Yield the deltas of one choice; count its tokens, also if the client leaves before the end."""
         reader = ReplyReader(choice, self._generation.sampling, options.Tokens)
         wants_stream, stall = self._generation.stream, conf.cluster().stream_stall
+        size = 0
         try:
             # An engine may offer only streams, or only complete replies.
             for is_streamed in (wants_stream, not wants_stream):
@@ -410,6 +414,10 @@ class _EngineCalls:
                 try:
                     async with aclosing(replies.within(first, stall, message)) as pieces:
                         async for reply in pieces:
+                            if not wants_stream:
+                                size += reply.ByteSize() + _DELTA_BYTES
+                                if size > MAX_MESSAGE_BYTES:
+                                    raise BackendFailed(_TOO_LARGE_MESSAGE)
                             if (delta := reader.delta(reply)) is not None:
                                 self._record_first(reply, delta, is_streamed)
                                 yield delta

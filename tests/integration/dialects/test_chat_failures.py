@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from pytest_django import Settings
 
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import PredictOptions
+from nodes.gateway import generate
 from nodes.models import NodeModel
 from tests.support import backends, hot
 from tests.support.answering import ASK, CHAT, definitions, finished, one, play, reply, streamed
@@ -143,6 +145,30 @@ def test_a_whole_answer_has_the_limit_of_a_request(settings: Settings) -> None:
     answer, _ = one(ASK, [*words("Half"), asyncio.Event()])
     assert (answer.status, answer.body["error"]["code"]) == (503, "backend_timeout")
     assert "a streamed one may take longer" in answer.body["error"]["message"]
+
+
+@pytest.mark.rule("grpc-Predict", "grpc-PredictStream")
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_whole_answer_that_comes_as_a_stream_has_the_limits_of_a_whole_one(
+    n: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that offers only streams may send pieces without an end."""
+
+    class Endless(Scripted):
+        def script_for(self, request: PredictOptions) -> Iterable[Step]:
+            return itertools.cycle([*words("word", prompt_tokens=0), 0.01])
+
+    def ask(client: hot.Client, _: Any) -> Any:
+        return reply(client.post(CHAT, ASK | {"n": n}))
+
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, request_timeout=0.5)
+    answer = play(ask, Endless(answers_whole=False))
+    assert (answer.status, answer.body["error"]["code"]) == (503, "backend_timeout")
+    assert "a streamed one may take longer" in answer.body["error"]["message"]
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, request_timeout=600)
+    monkeypatch.setattr(generate, "MAX_MESSAGE_BYTES", 2000)
+    answer = play(ask, Endless(answers_whole=False))
+    assert (answer.status, answer.body["error"]["code"]) == (503, "backend_failed")
 
 
 def test_the_first_choice_that_fails_ends_the_others() -> None:
