@@ -5,13 +5,17 @@
 that address is dead or unreachable, so the replica should be taken out of service).
 """
 
+import re
+
 import grpc
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 
 # Part of the contract: the text by which an engine reports that it holds another model than requested.
 IDENTITY_MARKER = "model identity mismatch"
-NOT_LOADED_MARKER = "not loaded"
+# Stock engines report a missing model as a plain error, `<backend>: model not loaded`. The whole text counts,
+# because an engine may repeat a part of the client's text in another error.
+_NOT_LOADED_PATTERN = re.compile(r"(rpc error: )?(code = \w+ desc = )?([\w.-]+: )?model not loaded\.?")
 
 # No gRPC status means a prompt longer than the model's context, only the text does; stock engines report a
 # failure.
@@ -172,8 +176,7 @@ def translate_status(status: grpc.StatusCode, details: str) -> BackendError:
     ):
         return ContextExceeded(details)
     if error_type is None:
-        # Stock engines report a missing model as a plain error.
-        error_type = ModelNotLoaded if NOT_LOADED_MARKER in text else BackendFailed
+        error_type = ModelNotLoaded if _NOT_LOADED_PATTERN.fullmatch(text.strip()) else BackendFailed
     return error_type(details or None)
 
 

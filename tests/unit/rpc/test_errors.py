@@ -32,6 +32,17 @@ Status = grpc.StatusCode
         (Status.PERMISSION_DENIED, "no", errors.Unauthenticated),
         (Status.FAILED_PRECONDITION, "model not loaded", errors.ModelNotLoaded),
         (Status.UNKNOWN, "rpc error: Model not loaded", errors.ModelNotLoaded),
+        (Status.UNKNOWN, "Model not loaded.", errors.ModelNotLoaded),
+        (Status.UNKNOWN, "vllm-cpp: model not loaded", errors.ModelNotLoaded),
+        (
+            Status.UNKNOWN,
+            "rpc error: code = Unknown desc = parakeet-cpp: model not loaded",
+            errors.ModelNotLoaded,
+        ),
+        # Of the client's text an engine may repeat any part.
+        (Status.UNKNOWN, "no voice is named 'model not loaded'", errors.BackendFailed),
+        (Status.UNKNOWN, "unknown voice: model not loaded", errors.BackendFailed),
+        (Status.UNKNOWN, "the adapter a is not loaded", errors.BackendFailed),
         (Status.NOT_FOUND, "model identity mismatch: 'a' is loaded, not 'b'", errors.IdentityMismatch),
         (Status.NOT_FOUND, "no such file", errors.BackendFailed),
         (Status.CANCELLED, "", errors.Cancelled),
