@@ -8,6 +8,7 @@ all release the replica. If a replica is dead, the next one is tried.
 import asyncio
 import logging
 import math
+import re
 from dataclasses import dataclass
 from types import TracebackType
 from uuid import UUID
@@ -92,6 +93,10 @@ def load_wait_deadline(*, is_patient: bool = False) -> float:
     return clock.monotonic() + budget if budget else math.inf
 
 
+_TRANSPORT_ADDRESS_PATTERN = re.compile(r"\b(ipv[46]|dns):")
+"""Address of an engine in a message of gRPC."""
+
+
 class Gateway:
     """Picks replicas, starts loads and provides engine clients for the requests of one web process."""
 
@@ -171,6 +176,11 @@ class Gateway:
             return False
 
 
+def _may_name_address(error: BackendError) -> bool:
+    """Return True if the text of the error is the transport's, which names the engine's address."""
+    return isinstance(error, Refused | Lost) or _TRANSPORT_ADDRESS_PATTERN.search(error.message) is not None
+
+
 class Attempts:
     """The attempts of one request: `while True: async with attempts as engine: return …`.
 
@@ -208,9 +218,10 @@ class Attempts:
         try:
             if isinstance(error, BackendError) and await self._can_retry(error):
                 return True
-            if isinstance(error, Refused | Lost) and not may_see_nodes(self._request.principal):
+            shows_nodes = may_see_nodes(self._request.principal)
+            if isinstance(error, BackendError) and _may_name_address(error) and not shows_nodes:
                 logger.info("%s at %s: %s", self._replica.model, self._replica.address, error.message)
-                error.message = type(error).message  # the transport's text names the engine's address
+                error.message = type(error).message
             return False
         finally:
             self._gateway.picker.release(self._replica)

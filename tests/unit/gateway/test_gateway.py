@@ -114,7 +114,7 @@ def test_a_second_loss_ends_the_request() -> None:
     assert played.replicas.acquired == 3
 
 
-@pytest.mark.parametrize("kind", [Refused, Lost])
+@pytest.mark.parametrize("kind", [Refused, Lost, Busy, BackendFailed])
 @pytest.mark.parametrize("caller", ["admin", "user", "anonymous"])
 def test_only_an_administrator_gets_the_address_of_an_engine(
     kind: type[BackendError], caller: Literal["admin", "user", "anonymous"]
