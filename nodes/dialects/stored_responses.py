@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 import orjson
+import psycopg
 
 from localai_cluster.kit import clock, conf, database_pool, names, outage
 from localai_cluster.kit.errors import InvalidInput, NotFound, Unavailable
@@ -219,7 +220,7 @@ class ResponseRecord:
         statements = (_ADD_SQL, *((_RENEW_SQL,) if self.used_ids else ()), _SHRINK_SQL)
         try:
             await database_pool.shared().run_in_transaction([(text, parameters) for text in statements])
-        except (*database_pool.UNREACHABLE_ERRORS, Unavailable) as error:
+        except (psycopg.Error, *database_pool.UNREACHABLE_ERRORS, Unavailable) as error:
             logger.warning("A response is not stored: %s", error)
             self.echo["store"] = False
 

@@ -397,6 +397,18 @@ def test_a_response_that_cannot_be_stored_is_not_lost(
     play(scenario, Recalling())
 
 
+def test_a_response_whose_statement_is_refused_is_not_lost(
+    store: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the database says of it, the answer is there."""
+    monkeypatch.setattr(stored_responses, "_ADD_SQL", "SELECT nothing")
+
+    async def scenario(client: hot.Client, _: Any) -> Any:
+        return (await made(client))["store"]
+
+    assert play(scenario, Recalling()) is False
+
+
 def test_conversations_of_a_key_run_side_by_side(store: None, settings: Settings) -> None:
     """Branches of one conversation, with deletions and evictions: no deadlock, no error."""
     change(settings, response_storage_limit=8_000, response_retention=0.5)
