@@ -37,12 +37,16 @@ MAX_GRAMMAR_LENGTH = 256 * 1024
 """Maximum number of characters of a grammar."""
 MAX_GRAMMAR_DEPTH = 128
 """Maximum nesting depth of parentheses in a grammar."""
+MAX_REPEATED_LENGTH = 1_000_000
+"""Maximum number of characters that all repetitions of a grammar make: an engine copies what it repeats."""
 # Literals, character classes and comments, whose parentheses are only characters. An unclosed one extends to
 # the end, where engines refuse it; a pattern that backtracked to the next character would take minutes.
 _LITERAL_OR_COMMENT_PATTERN = re.compile(
     r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL
 )
 """Parts of a grammar in which a parenthesis has no meaning: texts, classes and comments."""
+_REPETITION_PATTERN = re.compile(_LITERAL_OR_COMMENT_PATTERN.pattern + r"|\{[^}]*+\}?", re.DOTALL)
+"""The same parts, and the bounds of repetitions."""
 
 
 def check_grammar(grammar: str) -> None:
@@ -59,6 +63,27 @@ def check_grammar(grammar: str) -> None:
             raise InvalidInput(
                 f"grammar: has more than {MAX_GRAMMAR_DEPTH} parentheses inside each other", field="grammar"
             )
+    _check_repetitions(grammar)
+
+
+def _check_repetitions(grammar: str) -> None:
+    """Raise InvalidInput if the repetitions make too many characters.
+
+    A rule's name and a group count as one character, because an engine repeats only a reference to them.
+    """
+    total = size = end = 0
+    for match in _REPETITION_PATTERN.finditer(grammar):
+        part, is_adjacent = match[0], not grammar[end : match.start()].strip()
+        end = match.end()
+        size = size if is_adjacent else 1
+        if part.startswith("{"):
+            size *= max(map(int, re.findall("[0-9]{1,9}", part)), default=1)
+            total += size
+        elif not part.startswith("#"):
+            size = len(part)
+        if total > MAX_REPEATED_LENGTH:
+            message = f"grammar: its repetitions make more than {MAX_REPEATED_LENGTH} characters"
+            raise InvalidInput(message, field="grammar")
 
 
 def check_schemas(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:

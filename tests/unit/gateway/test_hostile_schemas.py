@@ -1,4 +1,4 @@
-"""The work that a schema causes is limited, whatever its shape: its reading blocks the web process."""
+"""The work that a schema or grammar causes is limited, whatever its shape: it blocks the web process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -139,6 +139,43 @@ def test_types_of_a_list_are_alternatives() -> None:
     """Each counts once, and what is no type's name accepts any value."""
     assert "root ::= string | null" in gbnf.from_schema({"type": ["string", "null", "string"]})
     assert "root ::= string | value" in gbnf.from_schema({"type": ["string", None, ["object"]]})
+
+
+LONG = '"' + "x" * 1000 + '"'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        LONG + "{2000}",
+        LONG + "{0,2000}",
+        LONG + " # a comment\n {2000,}",
+        "[" + "a" * 1000 + "]{2000}",
+        (LONG + "{100} ") * 20,
+        "a{2000}{2000}",
+        "(a b){99999999999999999999}",
+    ],
+)
+def test_a_grammar_that_repetitions_make_huge_is_refused(grammar: str) -> None:
+    """An engine copies what it repeats."""
+    with pytest.raises(InvalidInput, match="repetitions") as refused:
+        schemas.check_grammar("root ::= " + grammar)
+    assert refused.value.field == "grammar"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        LONG + "{100}",
+        LONG + " a{2000}",
+        "(" + LONG + "){2000}",
+        '"{2000}' + "x" * 1000 + '"',
+        LONG + " # {2000}",
+        "[{}]{0,1000} {} {",
+    ],
+)
+def test_a_grammar_with_some_repetitions_is_accepted(grammar: str) -> None:
+    schemas.check_grammar("root ::= " + grammar)
 
 
 def nested_types(links: int, depth: int) -> dict[str, Any]:
