@@ -119,9 +119,9 @@ def test_a_failure_on_one_node_names_it_and_waits_for_the_others() -> None:
     assert summarize_targets("backend_install", both).error == "two: no room; one: gone"
 
 
-@pytest.mark.rule("O16", "D-FAILURES-NAMED")
+@pytest.mark.rule("O16")
 def test_of_many_failures_ten_are_named_and_the_others_counted() -> None:
-    """Each list and each event of operations has this text."""
+    """D-FAILURES-NAMED. Each list and each event of operations has this text."""
     names = [f"n{number}" for number in range(1, 13)]
     many = [part(name, TargetStatus.ERROR, error="full") for name in names]
     expected = "; ".join(f"{name}: full" for name in names[:10])
