@@ -8,6 +8,7 @@ gallery: the control plane reads it from its folder, a worker over HTTP with its
 
 import asyncio
 import re
+import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -380,7 +381,8 @@ def text_of(value: Any) -> str:
     """Return a text or number as text without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""
-    return str(value)[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
+    # One object for equal texts: an index may repeat a long text by an alias.
+    return sys.intern(str(value)[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode())
 
 
 # Words in a build's name or source that require hardware, and the prefixes of capabilities that provide it.

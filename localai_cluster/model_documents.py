@@ -47,8 +47,9 @@ async def model_document(
     inner = document.get("config_file")
     if isinstance(inner, str):
         inner = await asyncio.to_thread(_load_document, inner.encode("utf-8", "replace"), entry.name)
+    own = _merge_settings(settings_of(inner), entry.config, entry.name)
     return ModelDocument(
-        _merge_settings(_merge_settings(settings_of(inner), entry.config), entry.overrides),
+        _merge_settings(own, entry.overrides, entry.name),
         (*files_of(document.get("files")), *entry.files),
         entry.license or text_of(document.get("license")),
         entry.description or text_of(document.get("description")),
@@ -62,12 +63,26 @@ def _load_document(text: bytes, name: str) -> Any:
         raise GalleryUnreadable(f"the document of model {name} {error}") from error
 
 
-def _merge_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings with these overrides: sections are merged, other values are replaced."""
-    merged = dict(settings)
-    for key, value in overrides.items():
-        old = merged.get(key)
-        merged[key] = (
-            _merge_settings(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
-    return merged
+def _merge_settings(
+    settings: Mapping[str, Any], overrides: Mapping[str, Any], name: str
+) -> Mapping[str, Any]:
+    """Return the settings with these overrides: sections are merged, other values are replaced.
+
+    Raise GalleryUnreadable if this copies too many values: sections that repeat by aliases multiply.
+    """
+    left = untrusted.MAX_YAML_VALUES
+
+    def merge(old: Mapping[str, Any], new: Mapping[str, Any], level: int) -> dict[str, Any]:
+        nonlocal left
+        left -= len(old) + len(new)
+        if left < 0 or level > untrusted.MAX_LEVELS:
+            raise GalleryUnreadable(f"the document of model {name} has too many values, or too deep ones")
+        merged = dict(old)
+        for key, value in new.items():
+            before = merged.get(key)
+            if isinstance(before, dict) and isinstance(value, dict):
+                value = merge(before, value, level + 1)
+            merged[key] = value
+        return merged
+
+    return merge(settings, overrides, 0)

@@ -84,8 +84,8 @@ def find(reference: GalleryRef) -> GalleryEntry:
 def task_of(entry: GalleryEntry) -> str:
     """Return a model's task from its definition or tags; "" if neither states a task."""
     stated = entry.overrides.get("known_usecases") or entry.config.get("known_usecases")
-    if isinstance(stated, list) and stated:
-        return str(stated[0])[:64].lower().removeprefix("flag_")
+    if isinstance(stated, list) and stated and isinstance(stated[0], str):
+        return stated[0][:64].lower().removeprefix("flag_")
     return next(iter(catalogue.use_cases(entry.tags)), "")
 
 

@@ -128,4 +128,7 @@ class SourceFileOpener:
     async def _open_object(self, url: str, offset: int, length: int | None) -> AsyncIterator[SourceBody]:
         bucket, _, key = url.removeprefix(objects.SCHEME).partition("/")
         store = await objects.store(self._settings, bucket)
-        yield await objects.read(store, url, key, offset, length)
+        try:
+            yield await objects.read(store, url, key, offset, length)
+        except TimeoutError as error:
+            raise SourceError(f"{bucket}: nothing has come for too long", can_retry=True) from error

@@ -1,6 +1,7 @@
 """The NATS adapter against a real server: loss, refusal, order and bounds."""
 
 import asyncio
+import json
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,7 +19,7 @@ from localai_cluster.messaging.link import Link
 from localai_cluster.messaging.messages import DecodeError, encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
-from tests.conformance.worker_support import INBOX, NatsServer, ask
+from tests.conformance.worker_support import INBOX, PASSWORD, USER, NatsServer, ask
 from tests.conftest import until
 
 
@@ -44,6 +45,34 @@ async def test_request_and_its_failures(bus: NatsBus) -> None:
     with pytest.raises(RequestTimeout):
         await bus.request("slow", b"", 0.1, inbox=INBOX)
     release.set()
+
+
+@pytest.mark.parametrize(
+    ("subject", "headers"),
+    [(b"replies.a", b"x"), (b"replies.a", b"NATS/1.0 \xff\xff\xff\r\n\r\n"), (b"replies.\xff", b"")],
+    ids=["one byte", "no text", "a subject that is no text"],
+)
+async def test_a_message_that_cannot_be_decoded_is_dropped_alone(
+    nats: NatsServer, bus: NatsBus, subject: bytes, headers: bytes
+) -> None:
+    """Any worker may send one to its inbox; every later message to the controller was lost."""
+    await bus.subscribe("echo", echo)
+    heard: list[bytes] = []
+
+    async def hear(message: Message) -> None:
+        heard.append(message.payload)
+
+    await bus.subscribe("replies.*", hear)
+    _, writer = await asyncio.open_connection("127.0.0.1", nats.port)
+    login = {"user": USER, "pass": PASSWORD, "headers": True, "verbose": False}
+    sizes = f" {len(headers)} {len(headers)}" if headers else " 0"
+    command = b"HPUB " if headers else b"PUB "
+    writer.write(b"CONNECT " + json.dumps(login).encode() + b"\r\n")
+    writer.write(command + subject + sizes.encode() + b"\r\n" + headers + b"\r\n")
+    writer.write(b"PUB replies.b 4\r\nlast\r\n")
+    await until(lambda: b"last" in heard)
+    writer.close()
+    assert await bus.request("echo", b"hi", 30, inbox=INBOX) == b"hi"
 
 
 async def test_ask_encodes_decodes_and_names_a_bad_reply(bus: NatsBus) -> None:

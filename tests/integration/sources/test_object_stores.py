@@ -10,8 +10,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from localai_cluster.kit import conf
-from localai_cluster.kit.outbound import SourceBody, SourceError
+from localai_cluster.kit.outbound import SourceBody, SourceError, read_pieces
 from nodes.sources import objects
+from nodes.sources.opening import SourceFileOpener
+from nodes.sources.plans import SourceFile
 
 
 class Server(HTTPServer):
@@ -107,6 +109,34 @@ def test_a_store_that_fails_is_asked_once(offset: int, monkeypatch: pytest.Monke
         with pytest.raises(SourceError) as failed:
             asyncio.run(open_object(f"http://127.0.0.1:{store.server_port}", offset, 2))
     assert (failed.value.permanent, store.paths) == (False, ["/bucket/key"])
+
+
+def test_a_store_that_stalls_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as a fault of the models folder, and ended the import."""
+    released = threading.Event()
+
+    def stall(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "4")
+        handler.send_header("ETag", '"1"')
+        handler.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        handler.end_headers()
+        released.wait(60)
+
+    async def read_slowly(endpoint: str) -> None:
+        opener = SourceFileOpener(replace(conf.cluster(), s3_endpoint=endpoint))
+        async with opener.open(SourceFile("a", "s3://bucket/key")) as body:
+            async for _ in read_pieces(body.pieces, 1, 0.01):
+                pass
+
+    monkeypatch.setattr(Handler, "do_GET", stall)
+    with serving() as store:
+        try:
+            with pytest.raises(SourceError) as failed:
+                asyncio.run(read_slowly(f"http://127.0.0.1:{store.server_port}"))
+        finally:
+            released.set()
+    assert not failed.value.permanent
 
 
 def test_no_redirect_leads_to_another_host() -> None:

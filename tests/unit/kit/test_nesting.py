@@ -2,14 +2,16 @@
 
 import json
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import gallery_index
+from localai_cluster import gallery_index, model_documents
 from localai_cluster.gallery_index import GalleryUnreadable
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import InvalidInput
@@ -17,6 +19,7 @@ from localai_cluster.kit.untrusted import MAX_LEVELS
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.web import wire
+from nodes.sources import galleries
 
 
 def depth(text: bytes) -> int:
@@ -141,6 +144,46 @@ def test_a_bomb_of_merges_is_refused_and_real_ones_are_read() -> None:
     lines += [b"- &a%d {<<: [%s]}" % (n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10)]
     with pytest.raises(GalleryUnreadable, match="merges"):
         gallery_index.parse(b"\n".join(lines), m.Gallery("g", "u"))
+
+
+def ladder(levels: int, last: str) -> str:
+    """Return lists of ten aliases each, which stand for ten to the power of `levels` values."""
+    lines = [f"    a0: &a0 {last}"]
+    lines += [f"    a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def test_a_use_case_that_is_no_text_is_none() -> None:
+    """Lists of aliases that were turned into text stopped the whole process."""
+    text = f"- name: one\n  overrides:\n{ladder(40, '[x]')}\n    known_usecases: [*a39]\n"
+    (entry,) = gallery_index.parse(text.encode(), m.Gallery("g", "u"))
+    assert galleries.task_of(entry) == ""
+
+
+def test_a_text_that_an_alias_repeats_is_kept_once() -> None:
+    long = "x" * 20_000
+    text = f"- name: &n {long}\n" + "- name: *n\n" * 1000
+    entries = gallery_index.parse(text.encode(), m.Gallery("g", "u"))
+    assert len({id(entry.name) for entry in entries}) == 1
+
+
+def rungs(letter: str) -> str:
+    """Return a mapping whose sections stand for two to the power of 39 sections."""
+    steps = [f"&{letter}0 {{k: 1}}"]
+    steps += [f"&{letter}{n} {{a: *{letter}{n - 1}, b: *{letter}{n - 1}}}" for n in range(1, 40)]
+    return f"{{x: [{', '.join(steps)}], y: *{letter}39}}"
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [(rungs("c"), rungs("o")), ("&c {k: *c}", "&o {k: *o}")],
+    ids=["ladder", "cycle"],
+)
+async def test_sections_that_aliases_multiply_are_refused(config: str, overrides: str) -> None:
+    text = f"- name: one\n  config_file: {config}\n  overrides: {overrides}\n"
+    (entry,) = gallery_index.parse(text.encode(), m.Gallery("g", "u"))
+    with pytest.raises(GalleryUnreadable, match="too many values, or too deep ones"):
+        await model_documents.model_document(entry, httpx.AsyncClient(), resolve=Path, github_url="")
 
 
 @pytest.mark.parametrize("loader", [untrusted.BoundedLoader, untrusted.PlainLoader])

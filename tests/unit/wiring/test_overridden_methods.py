@@ -53,6 +53,7 @@ FINGERPRINTS: dict[str, str] = {
     "Server.startup": "2aa1d70a244bfcf2",
     "Server.shutdown": "9b33c50562992b1e",
     "Client._send_ping": "d57b2f820443afb4",
+    "Client._process_msg": "6cff75947e97717a",
     "Client._process_info": "ecca7bb931308fff",
     "Client._send_command": "ed57e8e86389cf94",
     "Client._flush_pending": "317c8d7ef54b90b7",
