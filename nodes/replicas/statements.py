@@ -97,6 +97,7 @@ COUNTED = f"""locked AS MATERIALIZED (
                  FROM backend_nodes WHERE id = r.node_id OFFSET 0
            ) n
      WHERE r.id = ANY(ARRAY(SELECT id FROM released UNION ALL SELECT id FROM nearest))
+       AND r.state IS NOT NULL
      ORDER BY r.id
        FOR UPDATE OF r
 ), counted AS MATERIALIZED (
@@ -275,9 +276,11 @@ node's `weak_identity` and `engine_token`, ask, index, and true if a replica wit
 available (R3.18), null without a ratio) and a row for each valid key (null, null, hash, user's name, user's
 id, true for an administrator, and nulls).
 
-`held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
-after that pass the insert fails because the process is missing. An abandoned statement may still run during a
-settlement and then write an outdated count; the sum is wrong until the state pass recounts.
+`held` needs no lock of its own: only this process, the pass that declares it dead, and a departure of the
+replica write that row. After that pass the insert fails because the process is missing, and a departed
+replica is left out, because the state is read again after the wait for the lock. An abandoned statement may
+still run during a settlement and then write an outdated count; the sum is wrong until the state pass
+recounts.
 
 The cost does not grow with the tables. The statement is planned once, without its parameters, so `OFFSET 0`
 and `= ANY(ARRAY(...))` leave the key as the only way to find a row. A replica of rank k has k - 1 replicas
@@ -381,11 +384,11 @@ LOCK_MISCOUNTED = """
 SELECT r.id FROM node_models r
   LEFT JOIN (SELECT replica_id, sum(count) AS held FROM replica_uses GROUP BY replica_id) u
          ON u.replica_id = r.id
- WHERE r.in_flight <> COALESCE(u.held, 0)
+ WHERE r.in_flight <> COALESCE(u.held, 0) AND r.state IS NOT NULL
  ORDER BY r.id FOR UPDATE OF r SKIP LOCKED
 """
 """Statement that locks replicas with a wrong count. It skips a locked row: the holder of the lock is changing
-the count, and the next pass checks the row."""
+the count, and the next pass checks the row. Departed replicas are not counted."""
 
 RECOUNT = """
 UPDATE node_models r SET in_flight = s.held

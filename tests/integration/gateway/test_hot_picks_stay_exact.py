@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -20,11 +20,12 @@ from nodes.gateway.picks import Picker, ProcessHeartbeat
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
-from nodes.replicas import hooks
+from nodes.replicas import engines, hooks
 from nodes.replicas.hooks import RemovedReplica
 from tests.conftest import until
 from tests.support import hot
 from tests.support.picks import acquire
+from tests.support.races import waiting
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -351,6 +352,32 @@ def test_a_refused_statement_fails_its_requests_and_no_others() -> None:
 
     assert [type(error) for error in asyncio.run(scenario())] == [ClusterError] * 3
     assert list(hot.counts().values()) == [0]
+
+
+@pytest.mark.rule("R1.58")
+def test_a_release_that_waits_for_a_departure_counts_nothing() -> None:
+    """The departure has taken the counts of all requests away, also of those that still run."""
+    on = hot.node()
+    hot.replica(on)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with hot.picker() as picker:
+            taken = [await acquire(picker) for _ in range(3)]
+
+            def leave() -> None:
+                with transaction.atomic():
+                    engines.depart(on.pk, now=clock.now())
+                    loop.call_soon_threadsafe(picker.release, taken[0])
+                    waiting()
+                closed()
+
+            await asyncio.to_thread(leave)
+            await flushed(picker)
+
+    asyncio.run(scenario())
+    assert not ReplicaUse.objects.exclude(count=0).exists()
+    assert liveness.recount() == 0
 
 
 def declare_dead(picker: Picker) -> None:

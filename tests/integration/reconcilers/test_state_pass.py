@@ -518,3 +518,8 @@ class TestCounts:
             cursor.execute("SELECT 1")
         ReplicaUse.objects.filter(replica=row).update(count=4)
         assert (recount(), only().in_flight) == (1, 4)
+
+    def test_a_departed_replica_has_no_count(self) -> None:
+        """It is no replica any more, whatever shares its row still has."""
+        self.count(shares=(2,), counted=0, phase="departed")
+        assert recount() == 0
