@@ -10,7 +10,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.kit import clock, conf, periodic
 from localai_cluster.kit.outage import skip_during_outage
 from localai_cluster.kit.periodic import RecurringTask
-from localai_cluster.kit.transactions import Lock, try_lock
+from localai_cluster.kit.transactions import Lock, try_lock, try_lock_across
 from nodes.backends import upgrade_state
 from nodes.definitions import store
 from nodes.definitions.folder import FolderUnresponsive
@@ -75,7 +75,7 @@ def state_pass() -> None:
     The pass also reports engines that do not stop, and learns model sizes from the memory readings of nodes.
     Returns at once if another process holds the lock.
     """
-    with try_lock(Lock.STATE_PASS) as locked:
+    with try_lock_across(Lock.STATE_PASS) as locked:
         if not locked:
             return
         now = clock.now()

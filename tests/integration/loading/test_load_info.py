@@ -8,6 +8,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
@@ -39,7 +40,9 @@ from nodes.replicas.slots import Slot
 from operations.executor.work import in_thread
 from tests.support import hot
 from tests.support.effort import EFFORT
+from tests.support.fleet import at_once
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
+from tests.support.races import holding, waiting
 from tests.support.replicas import attempt, publish
 
 __all__ = ["loads", "stage"]
@@ -621,3 +624,19 @@ def test_the_pass_learns(settings: Settings) -> None:
     device.read()
     tasks.state_pass()
     assert sizes("chat") == [6 * GIB]
+
+
+def test_the_pass_keeps_no_replica_locked_while_it_learns_from_the_next() -> None:
+    """Picks lock replicas by id, loads a replica before what is known of its model."""
+    for number, model in enumerate(("first", "second")):
+        device = Device(number)
+        device.serve(device.begin(model), model, 6 * GIB)
+        device.read()
+    with ThreadPoolExecutor(1) as pool:
+        with holding("SELECT 1 FROM model_load_infos WHERE model_name = 'second' FOR UPDATE"):
+            learning = pool.submit(lambda: at_once(tasks.state_pass))
+            waiting()
+            with transaction.atomic():
+                assert list(NodeModel.objects.of("first").select_for_update(skip_locked=True))
+        assert learning.result() == [None]
+    assert [sizes("first"), sizes("second")] == [[6 * GIB], [6 * GIB]]
