@@ -215,13 +215,15 @@ def _fewest_victims(
     soon = free_memory_of(node, [resident for resident in residents if resident.leaving])
     victims: list[Resident] = []
     evicted_by_model: Counter[str] = Counter()
+    is_enough = has_memory(soon, need)
     for resident in sorted(residents, key=_victim_order):
-        if has_memory(free_memory_of(soon, victims), need):
+        if is_enough:
             break
         if not resident.leaving and guard.find_protection(resident, evicted_by_model) is None:
             victims.append(resident)
             evicted_by_model[resident.model_name] += 1
-    if not has_memory(free_memory_of(soon, victims), need):
+            is_enough = has_memory(free_memory_of(soon, victims), need)
+    if not is_enough:
         return None
     for resident in sorted(victims, key=lambda victim: victim.in_flight == 0):
         remaining = [victim for victim in victims if victim is not resident]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nodes.loading import load_attempts
 from nodes.loading.load_attempts import NodeReason
+from nodes.placement import choose, evict
 from nodes.placement.choose import Candidate, Need, Reason, Selector, choose_node, find_refusal
 from nodes.placement.evict import (
     JUST_LOADED,
@@ -198,3 +199,19 @@ def test_no_replica_goes_for_a_load_that_the_node_cannot_hold_when_it_is_empty()
     assert len(choose_victims([node], found, guard, fits).victims) == 2
     told = choose_victims([node], found, guard, too_large)
     assert (told.node, told.why) == (None, "no replica there can make room: 3 too small")
+
+
+@pytest.mark.rule("R2.51")
+def test_replicas_that_are_kept_cost_no_look_at_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most replicas of a large cluster are: the choice is repeated by every load that waits."""
+    looks: list[Need] = []
+    genuine = choose.has_memory
+
+    def has_memory(node: Candidate, need: Need) -> bool:
+        looks.append(need)
+        return genuine(node, need)
+
+    monkeypatch.setattr(evict, "has_memory", has_memory)
+    found = [resident(1), *(resident(number, in_flight=1) for number in range(2, 50))]
+    assert len(choose_victims([view(free_vram=2)], found, GUARD, NEED).victims) == 1
+    assert len(looks) == 3, "without a victim, with it, and whether it could stay"
