@@ -402,24 +402,33 @@ class FileHasher:
     """Finds or computes the hash of a file; after `read` has ended, `sha256` and `stamp` are set."""
 
     def __init__(self, file: LocalFile) -> None:
-        self._file, self.sha256, self.stamp = file, "", ""
+        self._file, self.sha256, self.stamp, self._changed_at = file, "", "", 0.0
 
-    async def read(self) -> AsyncIterator[int]:
-        """Read the file unless its hash is stored; yield the size of each piece.
+    async def find_stored(self) -> str:
+        """Return the stored hash of the file; "" if there is none.
 
-        Raises FileChanged for a file that changes meanwhile or does not have the planned size, and OSError.
+        Raises FileChanged for a file that does not have the planned size, and OSError.
         """
         file, status = self._file, await in_staging_thread(self._file.path.stat)
         self.stamp = stamp_of(status)
+        self._changed_at = status.st_ctime_ns / 1e9
         if status.st_size != file.size:
             raise FileChanged(f"{file.relative} was changed meanwhile")
         rows = FileHash.objects.filter(
             path=file.relative, stamp=self.stamp, hashed_at__gte=clock.now() - RETENTION
         )
         stored = await in_thread(rows.values_list("sha256", flat=True).first)
-        if stored is not None:
-            self.sha256 = stored
+        self.sha256 = stored or ""
+        return self.sha256
+
+    async def read(self) -> AsyncIterator[int]:
+        """Read the file unless its hash is stored; yield the size of each piece.
+
+        Raises FileChanged for a file that changes meanwhile or does not have the planned size, and OSError.
+        """
+        if await self.find_stored():
             return
+        file = self._file
         began, source, digest = clock.now(), OpenedFile(file, self.stamp), hashlib.sha256()
         try:
             while piece := await source.read(CHUNK, digest):
@@ -427,7 +436,7 @@ class FileHasher:
         finally:
             source.close()
         self.sha256 = digest.hexdigest()
-        settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER_SECONDS
+        settled = began.timestamp() - self._changed_at > _SETTLED_AFTER_SECONDS
         if settled and len(file.relative.encode()) <= _MAX_PATH_LENGTH:
             await in_thread(store_hash, file.relative, self.stamp, self.sha256, clock.now())
 

@@ -82,9 +82,9 @@ _REGISTRATION_SECONDS = 10.0
 _PROGRESS_AFTER_STAGING = 90.0
 """Percent of a load's progress at which all its files have arrived."""
 MAX_TRANSFERS_PER_NODE = 4
-"""Maximum parallel file transfers to one node."""
+"""Maximum files of one node that are looked for, fetched by its worker or sent in parallel."""
 MAX_TRANSFERS = 16
-"""Maximum parallel file transfers of one controller."""
+"""Maximum files that one controller reads and sends in parallel."""
 
 
 class TransferLimits:
@@ -96,10 +96,7 @@ class TransferLimits:
 
     def to(self, node_id: UUID) -> asyncio.Semaphore:
         """Return the limit for this node, which exists as long as a transfer uses it."""
-        semaphore = self._nodes.get(node_id)
-        if semaphore is None:
-            semaphore = self._nodes[node_id] = asyncio.Semaphore(MAX_TRANSFERS_PER_NODE)
-        return semaphore
+        return self._nodes.setdefault(node_id, asyncio.Semaphore(MAX_TRANSFERS_PER_NODE))
 
 
 class FilesAtSource(Exception):
@@ -180,10 +177,7 @@ class ModelTransfer:
         async def send(transfer: Transfer) -> None:
             file = transfer.file
             try:
-                path = await self._fetch(transfer)
-                if transfer.fetch_problem:
-                    sent_instead.append(await self._report_fallback(transfer))
-                roots.add(root_of(path or await transfer.send(), file.relative))
+                roots.add(root_of(await self._deliver(transfer, sent_instead), file.relative))
             except FileAtSource:
                 at_source.append(file.relative)
             except FileRefused as refusal:
@@ -204,10 +198,17 @@ class ModelTransfer:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
         return StagingResult(next(iter(roots), ""), failed, sent_instead)
 
-    async def _fetch(self, transfer: Transfer) -> str:
+    async def _deliver(self, transfer: Transfer, sent_instead: list[str]) -> str:
+        """Have the worker fetch the file or send it, unless the worker has it; return its path there."""
         if transfer.needs_source and self.before_source is not None:
             await self.before_source()
-        return await transfer.fetch()
+        path = await transfer.fetch()
+        if transfer.fetch_problem:
+            sent_instead.append(await self._report_fallback(transfer))
+        if path := path or await transfer.find():
+            return path
+        async with self.limits.all:
+            return await transfer.send()
 
     async def _report_fallback(self, transfer: Transfer) -> str:
         """Report a file that the worker could not fetch, and record a source that it could not reach."""
@@ -227,7 +228,7 @@ class ModelTransfer:
 
         async def run_steps() -> None:
             for transfer in pending:
-                async with self.limits.to(self.node_id), self.limits.all:
+                async with self.limits.to(self.node_id):
                     await step(transfer)
 
         try:
@@ -465,8 +466,7 @@ def _check_disk_space(slot: Slot, missing: int) -> None:
 
 async def _report_progress(attempt: Attempt, meter: UploadMeter, lock: asyncio.Lock) -> NoReturn:
     """Report the progress each second, and extend the load's deadline while bytes are transferred."""
-    deadline, moved, moved_at = ProgressDeadline(attempt.work), meter.moved, clock.now()
-    reports = 0
+    deadline, moved, moved_at, reports = ProgressDeadline(attempt.work), meter.moved, clock.now(), 0
     while True:
         await asyncio.sleep(REPORT_EVERY)
         reports += 1

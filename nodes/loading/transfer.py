@@ -330,16 +330,29 @@ class Transfer:
         self._meter.finish_file(self.file.relative)
         return path
 
+    async def find(self) -> str:
+        """Return the file's path on the worker if its hash is known and the worker has it, otherwise "".
+
+        Raises FileAtSource if the control plane lacks the file too, Stalled, FileChanged and OSError.
+        """
+        record = self.file.record
+        async with self._stall_limit():
+            sha256 = record.sha256 if record is not None else await FileHasher(self.file).find_stored()
+        if sha256 and self._remote.has(sha256):
+            self._meter.finish_file(self.file.relative)
+            return self._remote.path
+        if record is not None:
+            raise FileAtSource
+        return ""
+
     async def send(self) -> str:
         """Send the file unless the worker has it; return its path on the worker.
 
-        Raises FileRefused, FileAtSource, Stalled, Unreachable, FileChanged and OSError.
+        Raises FileRefused, Stalled, Unreachable, FileChanged and OSError.
         """
         async with self._stall_limit():
             sha256, stamp = await self._hash()
             if not self._remote.has(sha256):
-                if self.file.record is not None:
-                    raise FileAtSource
                 return await self._send(sha256, stamp)
             self._meter.finish_file(self.file.relative)
             return self._remote.path

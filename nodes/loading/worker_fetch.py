@@ -29,6 +29,8 @@ CAN_FETCH = "X-File-Fetch"
 """Header of a response with which a worker announces the fetch route."""
 STALL_SECONDS = 60.0
 """Seconds without a new byte after which the file is sent instead."""
+MAX_WAIT_SECONDS = 3600.0
+"""Seconds for which a worker may say that it downloads other files first."""
 UNREACHED_LIFETIME = timedelta(minutes=10)
 """Time for which a node does not try again a source that it could not reach."""
 _ROUTE_PREFIX = "/v1/files-fetch/"
@@ -100,6 +102,7 @@ async def fetch(
     """
     body = {"url": source.url, "size": size, "sha256": source.sha256}
     limit, position = STALL_SECONDS + load_times.hashing_limit(size), 0
+    last_wait = clock.monotonic() + MAX_WAIT_SECONDS
     try:
         async with (
             asyncio.timeout(limit) as watch,
@@ -115,7 +118,7 @@ async def fetch(
                 if has_moved:
                     position = line.bytes
                     on_position(position)
-                if has_moved or line.waiting:
+                if has_moved or (line.waiting and clock.monotonic() < last_wait):
                     watch.reschedule(clock.monotonic() + limit)
     except TimeoutError:
         raise FetchFailed(f"no further byte for {limit:.0f} s") from None

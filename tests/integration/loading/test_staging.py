@@ -442,6 +442,22 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
         assert one.worker.most <= 2 < MAX_TRANSFERS
 
 
+@pytest.mark.rule("worker-13")
+async def test_long_transfers_to_other_nodes_delay_no_file_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the look for files. What must be sent waits for its place."""
+    monkeypatch.setattr(source_files, "_SETTLED_AFTER_SECONDS", -1e9)
+    async with site(tmp_path) as one:
+        first = await one.sent()
+        one.lanes.all = asyncio.Semaphore(0)
+        assert await asyncio.wait_for(one.sent(), 60) == first
+        waiting = asyncio.create_task(one.sent(planned_other(one)))
+        await until(lambda: one.worker.steps[-1:] == [("HEAD", 404)])
+        one.lanes.all.release()
+        assert (await waiting).root == first.root
+
+
 def planned_other(one: Site) -> FilePlan:
     (one.folder / "b.gguf").write_bytes(os.urandom(500_000))
     return plan_files(one.folder, "m", {"Model": "b.gguf"})

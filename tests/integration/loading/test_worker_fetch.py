@@ -78,13 +78,20 @@ async def deliver(
     *,
     node_id: UUID | None = None,
     unreached: dict[str, datetime] | None = None,
+    limits: TransferLimits | None = None,
 ) -> tuple[StagingResult, UploadMeter]:
     planned = plan_files(folder, "m", {"Model": "a.gguf"})
     meter = UploadMeter({"a.gguf": planned.files["a.gguf"].size}, "gpu")
     server = HttpServer("gpu", "healthy", Contact(address, token))
     async with client_of(server) as client:
         sending = ModelTransfer(
-            "m", planned, client, node_id or uuid4(), TransferLimits(), meter, sources={"a.gguf": file}
+            "m",
+            planned,
+            client,
+            node_id or uuid4(),
+            limits or TransferLimits(),
+            meter,
+            sources={"a.gguf": file},
         )
         sending.unreached |= unreached or {}
         await sending.check()
@@ -113,6 +120,15 @@ async def test_the_worker_fetches_the_file_and_nothing_is_sent(
     assert len(source.seen("files")) == 1
     await deliver(folder, worker.address, FileSource(source.url("/a.gguf"), DIGEST))
     assert len(source.seen("files")) == 1, "what is there is neither fetched nor sent"
+
+
+async def test_a_file_that_the_worker_fetches_waits_for_no_file_that_is_sent(
+    folder: Path, worker: Any, source: Source
+) -> None:
+    limits, file = TransferLimits(), FileSource(source.url("/a.gguf"), DIGEST)
+    limits.all = asyncio.Semaphore(0)
+    result, _ = await asyncio.wait_for(deliver(folder, worker.address, file, limits=limits), 60)
+    assert (there(worker), result.sent_instead) == (DATA, [])
 
 
 async def test_what_the_source_refuses_to_the_worker_is_sent_with_the_reason(
@@ -231,21 +247,33 @@ async def test_a_worker_without_a_further_byte_is_given_up(monkeypatch: pytest.M
 
 
 class Turn(httpx.AsyncByteStream):
-    """The worker downloads other files for ten minutes, and then this one."""
+    """The worker downloads other files for these minutes, and then this one."""
+
+    def __init__(self, minutes: int) -> None:
+        self._minutes = minutes
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        for _ in range(20):
+        for _ in range(2 * self._minutes):
             yield b'{"bytes": 0, "waiting": true}\n'
             await asyncio.sleep(30)
         yield b'{"local_path": "/x"}\n'
 
 
-@pytest.mark.looptime
-async def test_a_worker_that_downloads_other_files_first_is_waited_for() -> None:
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Turn()))
+async def after_others(minutes: int) -> str:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Turn(minutes)))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
         file = FileSource("https://h/a", DIGEST)
-        assert await worker_fetch.fetch(client, "models/m/a", file, 9, lambda position: None) == "/x"
+        return await worker_fetch.fetch(client, "models/m/a", file, 9, lambda position: None)
+
+
+@pytest.mark.looptime
+async def test_a_worker_that_downloads_other_files_first_is_waited_for_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "monotonic", asyncio.get_running_loop().time)
+    assert await after_others(minutes=55) == "/x"
+    with pytest.raises(FetchFailed, match="no further byte"):
+        await after_others(minutes=65)
 
 
 @pytest.mark.parametrize(
