@@ -121,15 +121,19 @@ def observe(
     failed = Operation.objects.filter(UNDISMISSED_FAILURE, kind=KIND, element__in=names)
     failures = failed.order_by("seq").values_list("element", "finished_at", "error", "seq")
     idle_since = Greatest("last_used", "last_released_at")
-    rows = NodeModel.objects.filter(model_name__in=names).values_list(
-        "id",
-        "node_id",
-        "model_name",
-        "replica_index",
-        _state_case(),
-        "in_flight",
-        idle_since,
-        "config_revision",
+    rows = (
+        NodeModel.objects.filter(model_name__in=names)
+        .occupying()
+        .values_list(
+            "id",
+            "node_id",
+            "model_name",
+            "replica_index",
+            _state_case(),
+            "in_flight",
+            idle_since,
+            "config_revision",
+        )
     )
     return Fleet(
         hosts=_read_hosts({key for desired_state in desired_states for key in desired_state.selector or ()}),

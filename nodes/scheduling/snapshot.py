@@ -215,7 +215,7 @@ class RuleContext:
     hosts: Mapping[UUID, FleetNode]
     """Every healthy node."""
     rows: Sequence[FleetReplica]
-    """All replicas of the model."""
+    """All replicas of the model that occupy a slot: not the engines of failed loads."""
     serving: Sequence[FleetReplica]
     """The replicas of the model that are loaded on healthy nodes."""
     loads: int
@@ -241,7 +241,7 @@ class RuleContext:
 
     @cached_property
     def rows_by_node(self) -> dict[UUID, list[FleetReplica]]:
-        """All replicas of the model by node. A row in any state occupies a slot (R1.62, R1.65)."""
+        """The replicas of the model by node. Each occupies a slot (R1.62, R1.65)."""
         rows_by_node: dict[UUID, list[FleetReplica]] = defaultdict(list)
         for row in self.rows:
             rows_by_node[row.node_id].append(row)

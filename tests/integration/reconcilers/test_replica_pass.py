@@ -146,6 +146,15 @@ def test_what_an_unhealthy_node_has_is_replaced() -> None:
     assert stored().current_replicas == 0
 
 
+@pytest.mark.rule("R1.62", "R4.10")
+def test_the_engine_of_a_failed_load_takes_no_slot_however_long_it_does_not_stop() -> None:
+    hot.replica(hot.node(max_replicas_per_model=1), "m", phase="stopping", reason="load_failed")
+    rule(1)
+    replicas.run_pass(tick=True)
+    assert [load.status for load in loads()] == [Status.PENDING]
+    assert stored().unsatisfiable_ticks == 0
+
+
 @pytest.mark.rule("R4.5", "R4.15")
 def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal ends this model's requests; flags stay when nothing was asked for."""
