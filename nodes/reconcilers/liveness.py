@@ -206,8 +206,6 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
     if plan.is_empty:
         return 0, 0
     actor = task("liveness")
-    if in_question := [*plan.doubtful, *plan.held]:
-        inventory.wake(in_question, older_than=0.0, now=now)
     with transaction.atomic():
         if plan.released:
             mass_silence.release()
@@ -217,7 +215,11 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
         locked = _lock_rows(plan)
         lifecycle.mark_recovered(plan.recovered, actor=actor, now=now)
         nodes_gone = lifecycle.mark_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
-        return nodes_gone, _drop_dead_processes(plan.processes, locked, now, limits.web)
+        processes_gone = _drop_dead_processes(plan.processes, locked, now, limits.web)
+    # After all waits for locks: this one waits for none.
+    if in_question := [*plan.doubtful, *plan.held]:
+        inventory.wake(in_question, older_than=0.0, now=now)
+    return nodes_gone, processes_gone
 
 
 def _lock_rows(plan: Plan) -> list[UUID]:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 from uuid import UUID, uuid4
@@ -12,6 +13,7 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
+from localai_cluster.kit.transactions import Lock, try_lock
 from nodes.decisions.fleet_cache import read_fleet
 from nodes.models import (
     BackendNode,
@@ -202,6 +204,26 @@ def test_silence_against_the_beat_that_comes_after_all() -> None:
     )
     assert silent == [0]
     assert (status(node), kinds(node).count("fell_silent")) == ("healthy", 0)
+
+
+def test_a_pass_holds_no_doubtful_node_while_it_waits_for_another_one() -> None:
+    """Heartbeats lock nodes by id; whoever has the first one gets the second one too."""
+    first, second = sorted((approved("w1"), approved("w2", secret=THIRD_SECRET)), key=lambda node: node.pk)
+    BackendNode.objects.update(inventory_due_at=later(99))
+    plan = Plan([], [], recovered=[first.pk], doubtful=[second.pk])
+
+    def run() -> tuple[int, int]:
+        with try_lock(Lock.LIVENESS):
+            return apply(plan, later(1), Limits(node=60, web=15))
+
+    with ThreadPoolExecutor(1) as pool:
+        with held(first) as other:
+            passing = pool.submit(at_once, run)
+            waiting()
+            other.execute("SELECT 1 FROM backend_nodes WHERE id = %s FOR UPDATE NOWAIT", [second.pk])
+        assert passing.result() == [(0, 0)]
+    second.refresh_from_db()
+    assert second.inventory_due_at == later(1)
 
 
 def test_two_passes_at_once_end_a_drain_once_and_a_silence_once() -> None:
