@@ -270,7 +270,8 @@ async def after_others(minutes: int) -> str:
 async def test_a_worker_that_downloads_other_files_first_is_waited_for_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clock, "monotonic", asyncio.get_running_loop().time)
+    running = asyncio.get_running_loop()
+    monkeypatch.setattr(clock, "monotonic", running.time)
     assert await after_others(minutes=55) == "/x"
     with pytest.raises(FetchFailed, match="no further byte"):
         await after_others(minutes=65)
