@@ -106,14 +106,18 @@ def conclude(
 ) -> None:
     """Apply the changes to the targets of these intents, delete the ended intents, and open the next waves.
 
-    The last step of a transaction that has locked the intents.
+    The last step of a transaction that has locked the intents. Operations in waves are published with all
+    targets, because a wave that opens changes other targets too.
     """
     with committed("waves.conclude"):
         changed = target_changes.apply_changes(changes, now=now)
         if ended:
             PendingBackendOp.objects.filter(pk__in=ended).delete()
         open_next_waves(changed, now=now)
-        emit(changed.operations, changed.parts, changed.moved)
+        in_waves = [operation.id for operation in changed.operations if operation.waves]
+        moved = [target for target in changed.moved if target.operation_id not in in_waves]
+        moved += [target for id in in_waves for target in changed.parts[id]]
+        emit(changed.operations, changed.parts, moved)
 
 
 def open_next_waves(changed: target_changes.ChangedOperations, *, now: datetime) -> None:

@@ -145,9 +145,7 @@ def emit(
 ) -> None:
     """Number the changes of these saved operations, and publish them at the commit.
 
-    `parts` are the operations' targets if the caller has read them, and `moved` the changed targets. An
-    upgrade in waves is always published with all targets, because the start of a wave changes other targets
-    too.
+    `parts` are the operations' targets if the caller has read them, and `moved` the changed targets.
     """
     rows = list(operations)
     if not rows:
@@ -161,7 +159,7 @@ def emit(
         feed.change_of(
             operation,
             parts_by_id.get(operation.id, ()),
-            None if moved is None or operation.waves else moved_by_id.get(operation.id, ()),
+            None if moved is None else moved_by_id.get(operation.id, ()),
         )
         for operation in rows
     ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 from django.db import connection
@@ -15,7 +16,10 @@ from nodes.backends.backend_requests import RequestScope
 from nodes.backends.intents import Ended, Failed, PutBack
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
+from operations.changes import events
+from operations.changes.feed import as_dict
 from operations.ledger.admission import Requester
+from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api
 from tests.support.fleet import at_once
@@ -51,6 +55,30 @@ def test_the_transaction_that_ends_a_wave_opens_the_next() -> None:
     ended = again(operation)
     assert (ended.status, ended.message, ended.waves) == (Status.COMPLETED, "completed", Waves.RUNNING)
     assert set(states(operation).values()) == {"success"}
+
+
+@pytest.mark.rule("UI-0.13")
+def test_progress_and_claims_are_told_with_the_parts_that_moved_and_ends_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operation = asked(fleet("a", "b", "c", "d"))
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(events, "publish", told.extend)
+
+    def names() -> list[list[str]]:
+        found = [[part["node_name"] for part in change["nodes"]] for change in told]
+        told.clear()
+        return found
+
+    first = claimed()["a"]
+    assert names() == [["a"]]
+    intents.record({(first.id, first.fence): [Tick("downloading", percentage=25)]}, now=clock.now())
+    assert names() == [["a"]]
+    intents.record_overdue(first, "no answer", now=clock.now())
+    assert names() == [["a"]]
+    settled(first)
+    whole = as_dict(again(operation), OperationTarget.objects.filter(operation=operation))
+    assert told == [whole], "b waits for its turn no longer"
 
 
 def test_an_attempt_that_is_repeated_keeps_its_wave_open() -> None:
