@@ -9,13 +9,14 @@ no more memory than a short one. Between two chunks it holds no database connect
 import base64
 import csv
 import io
+import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
 import orjson
-from django.db.models import Q
+from django.db.models import Count, Q, prefetch_related_objects
 from django.http import StreamingHttpResponse
 from drf_spectacular.types import OpenApiTypes
 from rest_framework import serializers
@@ -35,6 +36,8 @@ from operations.ledger import retention
 from operations.models import IN_HISTORY, UNDISMISSED_FAILURE, Operation, OperationTarget
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
+MAX_TARGETS = 5000
+"""Maximum number of targets in one page or chunk; an operation with more is a page by itself."""
 Position = tuple[datetime, UUID]
 """Position in the order of the history: the time of the end, and the operation's id."""
 _OUTCOME_VALUES = ("completed", "failed", "cancelled")
@@ -149,13 +152,26 @@ def _page_of(
 
 
 def read_after(rows: Any, position: Position | None, limit: int) -> tuple[list[Operation], Position | None]:
-    """Return up to `limit` operations after the position, and the position of the last one if more follow."""
+    """Return up to `limit` operations after the position, and the position of the last one if more follow.
+
+    The result is shorter if the operations have more than `MAX_TARGETS` targets.
+    """
     if position is not None:
         at, id = position
         rows = rows.filter(Q(finished_at__lt=at) | Q(finished_at=at, id__lt=id))
-    operations = list(rows.order_by("-finished_at", "-id").prefetch_related("targets")[: limit + 1])
-    last = operations[limit - 1] if len(operations) > limit else None
-    return operations[:limit], (last.finished_at, last.id) if last and last.finished_at else None
+    found = list(rows.order_by("-finished_at", "-id")[: limit + 1])
+    operations = found[: _fitting(found[:limit])]
+    prefetch_related_objects(operations, "targets")
+    last = operations[-1] if len(found) > len(operations) else None
+    return operations, (last.finished_at, last.id) if last and last.finished_at else None
+
+
+def _fitting(operations: Sequence[Operation]) -> int:
+    """Return how many of the first operations have at most `MAX_TARGETS` targets together; at least one."""
+    parts = OperationTarget.objects.filter(operation__in=operations).order_by()
+    counts: dict[UUID, int] = dict(parts.values_list("operation_id").annotate(number=Count("pk")))
+    totals = itertools.accumulate(counts.get(operation.id, 0) for operation in operations)
+    return max(sum(total <= MAX_TARGETS for total in totals), 1)
 
 
 def validate_query(query: type[serializers.Serializer[Any]], parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -162,6 +162,23 @@ def test_a_page_costs_the_same_for_many_operations_and_parts() -> None:
     assert costs() == few
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("http-3.6", "O100")
+def test_pages_and_chunks_are_short_where_operations_have_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part is left out: an operation with more parts than fit is a page by itself."""
+    monkeypatch.setattr(history, "MAX_TARGETS", 3)
+    rows = [ended(9, "completed", "a", "b"), ended(8, "completed", "a"), ended(7, "completed", "a")]
+    rows += [ended(6, "completed", "a", "b", "c", "d"), ended(5)]
+    pages = [record()]
+    while cursor := pages[-1].get("nextCursor"):
+        pages.append(record(cursor=cursor))
+    one, two, three, four, five = ids(*rows)
+    assert [jobs(page) for page in pages] == [[one, two], [three], [four], [five]]
+    assert len(pages[2]["operations"][0]["nodes"]) == 4
+    lines = [piece.count("\n") for piece in pieces(answer_of())]
+    assert lines == [2, 1, 1, 1]
+
+
 @pytest.mark.rule("http-3.6", "O98")
 def test_clearing_leaves_what_is_active_and_what_nobody_has_seen() -> None:
     ended(1), ended(2, "failed")
