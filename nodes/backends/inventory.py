@@ -207,7 +207,11 @@ def _locked(ids: Collection[UUID]) -> dict[UUID, BackendNode]:
 
 
 def _is_superseded(node: BackendNode, asked_at: datetime) -> bool:
-    return node.inventory_at is not None and node.inventory_at > asked_at
+    """Return True if the node has the reply to a later request, unless that is in the future.
+
+    Then the clock of another controller is ahead, or this clock was set back.
+    """
+    return node.inventory_at is not None and asked_at < node.inventory_at <= clock.now()
 
 
 def _set_next_due(node: BackendNode, query: BackendNode, due_at: datetime) -> None:
@@ -252,16 +256,16 @@ def _replace(desired: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:
     return {id for id, _ in removed} | {row.node_id for row in changed}
 
 
-async def _store_batch(answers: Sequence[InventoryReply]) -> Sequence[None]:
-    await in_thread(store, answers)
-    return [None] * len(answers)
+async def _store_batch(answers: Sequence[InventoryReply]) -> Sequence[bool]:
+    updated_ids = await in_thread(store, answers)
+    return [answer.asked.id in updated_ids for answer in answers]
 
 
 _reply_batcher = CallBatcher(_store_batch, most=MAX_BATCH, one_by_one=(DatabaseError,))
 
 
 async def request_list(bus: Bus, query: BackendNode, *, pause: float = _FIRST_PAUSE) -> bool:
-    """Request one worker's list and store it; return True if the worker sent one.
+    """Request one worker's list and store it; return True if it is stored.
 
     Without a list the node is due again after `pause` seconds. Raise DatabaseError.
     """
@@ -270,10 +274,10 @@ async def request_list(bus: Bus, query: BackendNode, *, pause: float = _FIRST_PA
     answer = await worker.backends()
     match answer:
         case Done(reply):
-            await _reply_batcher.put(InventoryReply(query, reply.backends, asked_at))
+            is_stored = await _reply_batcher.put(InventoryReply(query, reply.backends, asked_at))
             if query.weak_identity:
                 await compare_replicas(bus, query.id, query.name)
-            return True
+            return is_stored
         case Refused(reason):
             problem = f"the worker cannot read its backends: {reason}"
         case NoResponders(reason) | StillRunning(reason):

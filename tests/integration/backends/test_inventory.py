@@ -259,6 +259,28 @@ def test_a_late_answer_does_not_overwrite_a_newer_one() -> None:
     assert not NodeBackend.objects.exists()
 
 
+async def test_a_list_that_is_not_kept_is_no_list_and_the_node_is_asked_again() -> None:
+    """An upgrade that compares its build with an older list would end as one that changed nothing."""
+    bus, node = Bus(), await hot.in_thread(hot.node)
+    bus.lists(node, ECHO)
+    bus.gate.clear()
+    refresh = asyncio.create_task(inventory.refresh(bus, await hot.in_thread(question, node)))
+    await until(lambda: bool(bus.asked))
+    await hot.in_thread(keep, node, MINILM)
+    bus.gate.set()
+    assert not await refresh
+    assert await hot.in_thread(listed, node) == ["minilm"]
+    assert await hot.in_thread(wait_of, node) <= 0
+
+
+def test_a_list_from_the_future_does_not_hold_back_those_of_the_present() -> None:
+    """The clock of another controller is ahead, or this one's was set back."""
+    node = hot.node()
+    assert keep(node, MINILM, at=clock.now() + timedelta(minutes=5))
+    assert keep(node, ECHO)
+    assert listed(node) == ["echo"]
+
+
 def test_many_lists_are_kept_at_the_cost_of_one() -> None:
     upgrade_state.request_check()  # the first one makes the row
     counts = []
