@@ -88,8 +88,13 @@ def _admit_once(request: BackendRequest, scope: RequestScope, now: datetime) -> 
     refuse_unlisted(request, [node for node in scope.nodes if node.id not in order.same])
     key = _key(request, scope.nodes or scope.concerned)
     operation_request = _operation_request(request, scope, key)
-    active = Operation.objects.active().filter(key=key, kind=request.kind).first() if scope.nodes else None
-    if active is not None and request.matches_operation(active) and order.can_join(_open_nodes(active)):
+    active = Operation.objects.active().filter(key=key, kind=request.kind).first()
+    if (
+        active is not None
+        and scope.nodes
+        and request.matches_operation(active)
+        and order.can_join(_open_nodes(active))
+    ):
         _refuse_other_waves(active, scope)
         _make_due(request, order, now)
         joined = Admission(active, created=False)

@@ -131,6 +131,19 @@ def test_all_nodes_are_those_that_may_get_it() -> None:
         assert backend_requests.select_all_nodes(backend_requests.BackendRequest(kind, "Echo")) == ([one], [])
 
 
+@pytest.mark.rule("O34")
+def test_all_nodes_while_the_only_node_drains_and_runs_the_same_names_that_operation() -> None:
+    """Both have the node's key; without the check each attempt met the other's row and said 503."""
+    node = hot.node()
+    running = ask(INSTALL, node)
+    BackendNode.objects.filter(pk=node.pk).update(drained_at=clock.now())
+    request = backend_requests.BackendRequest(INSTALL, "echo")
+    ready, left_out = backend_requests.select_all_nodes(request)
+    scope = backend_requests.RequestScope(ready, by=Requester("x"), all_nodes=True, left_out=left_out)
+    with pytest.raises(errors.Conflict, match=str(running.id)):
+        admission.admit(request, scope, now=clock.now())
+
+
 @pytest.mark.rule("R6.18", "R6.17", "R6.21")
 def test_a_node_that_is_away_gets_its_intent_and_the_reason() -> None:
     away = hot.node("away", unhealthy_at=clock.now())
