@@ -16,7 +16,6 @@ attempt, replicas that were not stopped return to the picks.
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_never
 from uuid import UUID
@@ -30,11 +29,10 @@ from localai_cluster.kit.batching import CallBatcher
 from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.kit.quantities import counted
-from localai_cluster.kit.transactions import committed
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics
-from nodes.backends import intents, node_commands
+from nodes.backends import intents, node_commands, waves
 from nodes.backends.intents import Ended, Failed, Intent, PutBack, Settlement
 from nodes.backends.node_commands import Command, Unclear
 from nodes.commands.commands import Worker, first_result
@@ -51,15 +49,14 @@ from nodes.commands.outcomes import (
     StillRunning,
     Unreadable,
 )
-from nodes.models import BackendNode, NodeModel, PendingBackendOp
+from nodes.models import BackendNode, PendingBackendOp
 from nodes.placement.load_times import load_limit
 from nodes.registry import lifecycle
 from nodes.replicas import drains
 from nodes.replicas.drains import UpgradeDrain
-from operations import targets
 from operations.executor.work import in_thread
 from operations.ledger.progress import Batch, Recorder, Tick
-from operations.models import ACTIVE, TERMINAL, Event, Operation, OperationTarget, Status
+from operations.models import TERMINAL, Event, Operation, Status
 
 POLL_SECONDS = 0.25
 """Seconds between two counts of the running requests: no message reports the end of a request."""
@@ -82,13 +79,6 @@ class LastReplicaBlocked(Exception):
     """A last replica must not stop yet; the text has its model and why no other node has a replica."""
 
 
-@dataclass(frozen=True)
-class OperatorNeeded(PutBack):
-    """The attempt ended because of a last replica; `confirmed` has the models confirmed until then."""
-
-    confirmed: Collection[str] = ()
-
-
 async def wait_until_drained(
     intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewhere
 ) -> PutBack | None:
@@ -103,7 +93,7 @@ async def wait_until_drained(
     cluster = conf.cluster()
     patience = clock.monotonic() + cluster.install_timeout + load_limit(0, cluster.model_load_timeout)
     while True:
-        confirmed = await in_thread(_confirmed_models, intent)
+        confirmed = (await in_thread(waves.confirmed_models, [intent.id]))[intent.id]
         withdrawal, is_overdue = await in_thread(_withdraw, intent, confirmed)
         if withdrawal.last_of:
             try:
@@ -114,7 +104,7 @@ async def wait_until_drained(
                 message = await in_thread(_replace, intent, withdrawal.last_of, loads, load_elsewhere)
             except LastReplicaBlocked as blocked:
                 pause = _blocked_pause(intent, clock.now())
-                return OperatorNeeded(str(blocked), pause, confirmed=confirmed)
+                return PutBack(str(blocked), pause, confirmed=confirmed)
         elif is_overdue or not withdrawal.running:
             return None
         else:
@@ -124,29 +114,6 @@ async def wait_until_drained(
             tick = Tick("draining", message, node_id=intent.node.id, node_name=intent.node.name)
             recorder.add((intent.id, intent.fence), [tick])
         await asyncio.sleep(LOAD_POLL_SECONDS if withdrawal.last_of else POLL_SECONDS)
-
-
-def _make_due_if_confirmed(intent: Intent, settlement: OperatorNeeded) -> None:
-    """Make the intent due now if an operator confirmed between the last check and the settlement."""
-    if _confirmed_models(intent) != settlement.confirmed:
-        with committed("sparing.hear"):
-            intents.make_due([intent.id], now=clock.now())
-
-
-def _confirmed_models(intent: Intent) -> Collection[str]:
-    """Return the models whose last replica may stop, confirmed in an active operation with this intent.
-
-    An operation that only drains protects no last replica.
-    """
-    sharing = OperationTarget.objects.filter(intent_id=intent.id, operation__status__in=ACTIVE)
-    unfinished = sharing.filter(status__in=targets.UNFINISHED)
-    payloads = list(unfinished.values_list("operation__payload", flat=True))
-    if any(payload.get("drains") for payload in payloads):
-        node_replicas = NodeModel.objects.filter(node_id=intent.node.id).of_backend(intent.row.backend)
-        return frozenset(node_replicas.values_list("model_name", flat=True))
-    return frozenset(
-        model for payload in payloads for model in payload.get("waves", {}).get("last_replicas", ())
-    )
 
 
 def _blocked_pause(intent: Intent, now: datetime) -> float:
@@ -159,7 +126,7 @@ def _last_replica_reason(models: Collection[str]) -> str:
     return f"it would stop the last replica of {names}; confirm, or load it on another node"
 
 
-def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[UpgradeDrain, bool]:
+def _withdraw(intent: Intent, confirmed: Collection[str] | None) -> tuple[UpgradeDrain, bool]:
     """Drain the replicas; return the result, and True if the time for running requests is over."""
     intents.confirm(intent)
     now = clock.now()
@@ -288,8 +255,6 @@ class IntentQueue:
             await _restore_replicas(intent, settlement)
             await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt) or []))
             measurement.outcome = _event(settlement)
-        if isinstance(settlement, OperatorNeeded):
-            await in_thread(_make_due_if_confirmed, intent, settlement)
 
     async def _write(self, batch: Sequence[Written]) -> Sequence[None]:
         outcomes = {attempt: (settlement, ticks) for attempt, settlement, ticks in batch}

@@ -14,7 +14,7 @@ counts from the mark.
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -193,6 +193,8 @@ class PutBack:
     seconds: float = 0.0
     busy: bool = False
     """True if the worker may still be running the command."""
+    confirmed: frozenset[str] | None = None
+    """If a last replica blocks it, the models that were confirmed; with more of them it is due at once."""
 
     def __str__(self) -> str:
         return f"put back: {self.reason}"
@@ -384,11 +386,16 @@ def record_outcomes(
     """
     with committed("intents.settle"):
         rows = _lock_owned_rows(outcomes)
+        put_back = {id: one for (id, _), (one, _) in outcomes.items() if isinstance(one, PutBack)}
+        # Under the lock that a confirmation takes too (`wave_requests.choose`).
+        confirmed = waves.confirmed_models([id for id, one in put_back.items() if one.confirmed is not None])
         changes: dict[UUID, target_changes.Change] = {}
         ended: list[PendingBackendOp] = []
         back: list[PendingBackendOp] = []
         for row in rows.values():
             outcome, ticks = outcomes[row.id, row.fence]
+            if isinstance(outcome, PutBack) and outcome.confirmed != confirmed.get(row.id):
+                outcome = replace(outcome, seconds=0.0)
             change, ends = _apply_outcome(row, outcome, now)
             changes[row.id] = target_changes.apply_both(target_changes.apply_reports(ticks), change)
             (ended if ends else back).append(row)

@@ -91,6 +91,24 @@ def plan(members: Collection[Member], options: Options) -> dict[UUID, int]:
     return waves
 
 
+def confirmed_models(intent_ids: Collection[UUID]) -> dict[UUID, frozenset[str] | None]:
+    """Return the models whose last replica may stop, by intent: those confirmed in its active operations.
+
+    None = any model: an operation that only drains protects no last replica.
+    """
+    sharing = OperationTarget.objects.filter(intent_id__in=intent_ids, operation__status__in=ACTIVE)
+    unfinished = sharing.filter(status__in=targets.UNFINISHED)
+    confirmed: dict[UUID, frozenset[str] | None] = dict.fromkeys(intent_ids, frozenset())
+    for id, payload in unfinished.values_list("intent_id", "operation__payload"):
+        assert id is not None
+        before = confirmed[id]
+        if payload.get("drains") or before is None:
+            confirmed[id] = None
+        else:
+            confirmed[id] = before | set(payload.get("waves", {}).get("last_replicas", ()))
+    return confirmed
+
+
 OPERATION_COLUMNS = [*target_changes.OPERATION_COLUMNS, "waves", "open_wave"]
 INTENT_COLUMNS = ("backend", "gallery", "uri", "name", "alias", "galleries", "force")
 """Payload keys of the operation that become columns of each node's intent."""

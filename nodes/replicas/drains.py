@@ -48,13 +48,14 @@ def last_replicas(backend: str, node_ids: Collection[UUID]) -> dict[UUID, set[st
 
 
 def drain_for_upgrade(
-    node_id: UUID, backend: str, *, intent_id: UUID, confirmed: Collection[str], deadline: datetime
+    node_id: UUID, backend: str, *, intent_id: UUID, confirmed: Collection[str] | None, deadline: datetime
 ) -> UpgradeDrain:
     """Drain the node's replicas of this backend; drain none if a model would lose its last replica.
 
-    `confirmed` are models that may lose it. All serving rows of the models are locked, so two nodes with the
-    last two replicas of a model never drain both. The node's draining rows are locked too: another process
-    may be returning them to service. Requests on replicas that an unload or eviction drains count as running.
+    `confirmed` are models that may lose it; None = any. All serving rows of the models are locked, so two
+    nodes with the last two replicas of a model never drain both. The node's draining rows are locked too:
+    another process may be returning them to service. Requests on replicas that an unload or eviction drains
+    count as running.
     """
     mine = NodeModel.objects.filter(node_id=node_id).of_backend(backend)
     with transaction.atomic():
@@ -65,8 +66,8 @@ def drain_for_upgrade(
         elsewhere = {r.model_name for r in rows if r.node_id != node_id and r.node.status == "healthy"}
         stopping = set(mine.loaded().values_list("pk", flat=True))
         draining = [row for row in rows if row.pk in stopping]
-        last_of = {row.model_name for row in draining} - elsewhere - set(confirmed)
-        if last_of:
+        last_of = {row.model_name for row in draining} - elsewhere - set(confirmed or ())
+        if last_of and confirmed is not None:
             return UpgradeDrain(last_of=tuple(sorted(last_of)))
         if draining:
             engines.apply_event(

@@ -166,7 +166,7 @@ def in_turn() -> list[Round]:
     return [
         *_each("intents.drain", COMMIT, CONTROLLER, "upgrade in waves", do.in_waves),
         *_each("waves.catch_up", COMMIT, TASKS, "node busy", early=True, **busy),
-        *_each("sparing.hear", COMMIT, CONTROLLER, "late confirmation", do.confirmed_too_late),
+        *_each("intents.settle", COMMIT, CONTROLLER, "late confirmation", do.confirmed_too_late),
     ]
 
 

@@ -360,6 +360,28 @@ async def test_a_confirmation_just_before_the_attempt_is_put_back_is_heard_at_on
     assert (await stage.carries_out((await hot.in_thread(claim))[0])).status == "success"
 
 
+async def test_such_a_confirmation_is_heard_too_when_the_controller_dies_with_the_outcome(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_confirmed_and_refuses(*load: Any) -> Operation:
+        confirmed(intent.row.operation_id)
+        raise errors.Conflict("the model is busy")
+
+    def writes_and_dies(*outcomes: Any, **at: Any) -> Any:
+        write(*outcomes, **at)
+        raise asyncio.CancelledError
+
+    write = intents.record_outcomes
+    monkeypatch.setattr(intents, "record_outcomes", writes_and_dies)
+    stage.queue = IntentQueue(stage.bus, is_confirmed_and_refuses)
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    await asyncio.gather(stage.carries_out(intent), return_exceptions=True)
+    row = await stage.row(intent)
+    assert row is not None
+    assert (row.lease_until, row.next_retry_at <= clock.now()) == (None, True)
+
+
 async def test_the_wait_for_another_replica_has_an_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     impatient = replace(settings.CLUSTER, install_timeout=0.1, model_load_timeout=0.1)
     monkeypatch.setattr(settings, "CLUSTER", impatient)
