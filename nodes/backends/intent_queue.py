@@ -10,10 +10,12 @@ replicas of the backend are withdrawn from the picks. The wait ends when they ru
 `CLUSTER_UPGRADE_DRAIN`. A model's last replica stays in the picks until another node has a replica, which
 this module requests, or until an operator has confirmed the stop. The wait has a limit: after it the target
 shows the required decision, and is checked less and less often until an operator decides. At the end of the
-attempt, replicas that were not stopped return to the picks.
+attempt, replicas that were not stopped return to the picks; the worker's list of its engines decides, or, if
+the worker sends none, a check as after the report of an engine's end.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
@@ -32,7 +34,7 @@ from localai_cluster.kit.quantities import counted
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics
-from nodes.backends import intents, node_commands, waves
+from nodes.backends import intents, inventory, node_commands, waves
 from nodes.backends.intents import Ended, Failed, Intent, PutBack, Settlement
 from nodes.backends.node_commands import Command, Unclear
 from nodes.commands.commands import Worker, first_result
@@ -244,7 +246,7 @@ class IntentQueue:
                     intents.retry_cancellation, intent, seconds=BUS_RETRY_SECONDS, now=clock.now()
                 )
                 return
-            await _restore_replicas(intent)
+            await self._restore_replicas(intent)
             await in_thread(intents.delete_cancelled, {attempt: note}, now=clock.now())
             return
         log.info("%s (%s): start, fence %d", intent, intent.id, intent.fence)
@@ -252,7 +254,7 @@ class IntentQueue:
             settlement = await self._attempt(intent)
             log.info("%s (%s): %s", intent, intent.id, settlement)
             # First: the settlement may open the next wave, which counts the nodes that serve these models.
-            await _restore_replicas(intent, settlement)
+            await self._restore_replicas(intent, settlement)
             await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt) or []))
             measurement.outcome = _event(settlement)
 
@@ -355,6 +357,27 @@ class IntentQueue:
             case _:
                 assert_never(outcome)
 
+    async def _restore_replicas(self, intent: Intent, settlement: Settlement | None = None) -> None:
+        """Remove replicas that the attempt stopped, and return the others to the picks.
+
+        Not while the worker may be busy. Errors are only logged, so that the worker's reply is not lost.
+        After an error, `drains.return_without_upgrade` returns the replicas later.
+        """
+        row, node = intent.row, intent.node
+        if row.op == PendingBackendOp.Op.INSTALL and not row.force:
+            return
+        if isinstance(settlement, PutBack) and settlement.busy:
+            return
+        try:
+            is_compared = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(inventory.SHORT_LIMIT):
+                    is_compared = await inventory.compare_replicas(self._bus, node.id, node.name)
+            if row.spares_requests:
+                await in_thread(drains.end_upgrade, intent.id, intent.fence, not is_compared)
+        except Exception:
+            log.exception("%s (%s): its replicas are not back in the picks yet", intent, intent.id)
+
     async def _cancel(self, intent: Intent) -> str | None:
         """Cancel the command on the worker; return a note on the result, or None to try again later."""
         worker = Worker(self._bus, str(intent.node.id), intent.node.name)
@@ -385,20 +408,6 @@ def _event(settlement: Settlement) -> Event:
             return Event.WAIT
         case _:
             assert_never(settlement)
-
-
-async def _restore_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
-    """Return replicas that the attempt did not stop to the picks, unless the worker may be busy.
-
-    Errors are only logged, so that the worker's reply is not lost. After an error,
-    `drains.return_without_upgrade` returns the replicas later.
-    """
-    if not intent.row.spares_requests or (isinstance(settlement, PutBack) and settlement.busy):
-        return
-    try:
-        await in_thread(drains.end_upgrade, intent.id, intent.fence)
-    except Exception:
-        log.exception("%s (%s): its replicas are not back in the picks yet", intent, intent.id)
 
 
 async def _node_offline(waiter: "asyncio.Future[str]") -> PutBack:

@@ -304,8 +304,10 @@ def _handle_silence(node_id: UUID, reason: str, is_not_listening: bool) -> None:
         intents.record_failed_contact(node_id, reason, now=now)
 
 
-async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
+async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> bool:
     """Remove replicas that the worker, by its own report (`models.running`), does not run any more.
+
+    Return False without a report.
 
     Registrations of stock workers do not report engines (nats.md §9.3), and the report of a command may be
     lost. If a worker does not support `models.running`, its replicas stay; inference requests detect dead
@@ -314,10 +316,11 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     asked_at = clock.now()
     running = await engines_of(Worker(bus, str(node_id), node_name))
     if running is None:
-        return
+        return False
     retired = await in_thread(end_unlisted, node_id, running, before=asked_at - CLOCK_TOLERANCE)
     if retired:
         log.info("node %s does not run these any more: %s", node_name, ", ".join(retired))
+    return True
 
 
 async def refresh(bus: Bus, node: BackendNode) -> bool:

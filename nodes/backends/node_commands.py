@@ -4,12 +4,10 @@ This module also selects the galleries for a node (`offered_to`), for upgrades a
 
 Upgrade and deletion stop the backend's engines first. After every reply, also a refusal, the rows of the
 engines that the worker reports as stopped are removed: their ports may serve another model soon. A report may
-be lost with its controller, and some workers send none, so the rows are also compared with the worker's
-running engines. Both commands are idempotent.
+be lost with its controller, and some workers send none, so the queue also compares the rows with the worker's
+running engines after each attempt. Both commands are idempotent.
 """
 
-import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -183,13 +181,7 @@ async def _send(
     )
     node = intent.node
     worker = Worker(bus, str(node.id), node.name, node.instance)
-    outcome = await worker.install(request, timeout=timeout, on_progress=report)
-    if row.force and isinstance(outcome, Done | Refused):
-        # The reply does not name the engines that the install stopped.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(inventory.SHORT_LIMIT):
-                await inventory.compare_replicas(bus, node.id, node.name)
-    return outcome
+    return await worker.install(request, timeout=timeout, on_progress=report)
 
 
 async def _conclude(
@@ -313,9 +305,6 @@ async def _run_and_retire(
         retired = await in_thread(engines.end_stopped, node.id, keys, among=before) if keys else []
         if retired:
             log.info("node %s stopped %s", node.name, ", ".join(retired))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(inventory.SHORT_LIMIT):
-                await inventory.compare_replicas(bus, node.id, node.name)
     return outcome
 
 

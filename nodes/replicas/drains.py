@@ -17,7 +17,7 @@ from django.db.models.functions import Cast, Least
 from localai_cluster.kit.leases import lock_free
 from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import engines
+from nodes.replicas import checks, engines
 from nodes.replicas.states import ReplicaEvent
 from operations import targets
 from operations.changes import events
@@ -82,13 +82,14 @@ def drain_for_upgrade(
     return UpgradeDrain(out["running"] or 0)
 
 
-def end_upgrade(intent_id: UUID, fence: int) -> None:
+def end_upgrade(intent_id: UUID, fence: int, is_suspect: bool = False) -> None:
     """End the attempt at an upgrade: its replicas whose engines still run serve again.
 
-    A replica that a later attempt owns stays drained.
+    A replica that a later attempt owns stays drained. With `is_suspect`, engines may have been stopped: they
+    are checked at once, as after a worker's report of their end.
     """
     is_latest = Exists(PendingBackendOp.objects.filter(pk=intent_id, fence=fence))
-    _return_drained(NodeModel.objects.filter(is_latest, owner_id=intent_id))
+    _return_drained(NodeModel.objects.filter(is_latest, owner_id=intent_id), is_suspect)
 
 
 def return_without_upgrade() -> int:
@@ -125,21 +126,24 @@ def _active_upgrades() -> QuerySet[PendingBackendOp]:
     return PendingBackendOp.objects.filter(at_it)
 
 
-def _return_drained(rows: NodeModelQuerySet) -> int:
+def _return_drained(rows: NodeModelQuerySet, is_suspect: bool = False) -> int:
     draining = rows.filter(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
         locked = list(draining.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))
         # By a new statement: while this one waited for the locks, an upgrade may have begun.
         found = list(draining.filter(pk__in=locked)) if locked else []
-        _return_to_picks(found)
+        _return_to_picks(found, is_suspect)
     return len(found)
 
 
-def _return_to_picks(rows: Sequence[NodeModel]) -> None:
+def _return_to_picks(rows: Sequence[NodeModel], is_suspect: bool = False) -> None:
     returned = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
-    engines.apply_event(returned, ReplicaEvent.RETURNED, **engines.SERVING_COLUMNS)
+    suspicion = {"exit_reported": True, "checked_at": None} if is_suspect else {}
+    engines.apply_event(returned, ReplicaEvent.RETURNED, **engines.SERVING_COLUMNS, **suspicion)
     if rows:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
+    if rows and is_suspect:
+        events.notify(checks.CHANNEL, "")
 
 
 UNLOAD_KIND, DELETE_KIND, REMOVE_DEFINITION_KIND = "model_unload", "model_delete", "definition_delete"

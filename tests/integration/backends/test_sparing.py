@@ -16,10 +16,11 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import ConnectionLost, NotConnected, RequestTimeout
+from localai_cluster.messaging.bus import ConnectionLost, NoResponders, NotConnected, RequestTimeout
 from localai_cluster.messaging.messages import decode
 from nodes.backends import admission, backend_requests, intent_queue, intents, wave_requests
 from nodes.backends.backend_requests import BackendRequest, RequestScope
+from nodes.backends.installed import Build
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.backends.waves import Options
@@ -278,6 +279,36 @@ async def test_a_cancelled_wait_sends_nothing_and_the_replicas_serve_again(stage
     assert not stage.sent
     assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}
     assert (await hot.in_thread(partial(Operation.objects.get, pk=cancelled))).status == "cancelled"
+
+
+async def test_engines_that_a_proven_upgrade_stopped_serve_no_more(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's list proves the end, so no reply says which engines it stopped."""
+    limits(monkeypatch, 0.05)
+    running = (m.RunningModel("n", 0, "127.0.0.1:50001"),)
+    stage.bus.replies[messages.subject("models.running", str(stage.node.id))] = m.RunningReply(running)
+    before = Build(ECHO.version, "sha256:old")
+    intent = replace(await hot.in_thread(stage.begins_in_waves), listed_build=before)
+    stage.answers(NEVER)
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await hot.until(lambda: OperationTarget.objects.get().overdue_since is not None)
+    stage.lists(replace(ECHO, version="2.0.0"))
+    assert (await attempt).status == "success"
+    assert await hot.in_thread(stage.loaded, stage.node) == {"n"}
+    assert not await hot.in_thread(NodeModel.objects.filter(exit_reported=True).exists)
+
+
+async def test_replicas_of_a_worker_that_fell_silent_during_its_upgrade_are_checked_at_once(
+    stage: Stage,
+) -> None:
+    """It may have stopped their engines; one check decides, as after the report of an end."""
+    stage.bus.replies[stage.subject] = NoResponders(stage.subject)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    assert (await stage.carries_out(intent)).status == "queued"
+    back = NodeModel.objects.filter(node=stage.node, phase="serving")
+    found = await hot.in_thread(lambda: set(back.values_list("exit_reported", "checked_at")))
+    assert found == {(True, None)}
 
 
 def the_load() -> Operation:
