@@ -35,6 +35,7 @@ from nodes.backends.backend_requests import (
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
+from operations.changes import events
 from operations.changes.events import emit
 from operations.ledger import admission as ledger
 from operations.ledger import target_changes
@@ -358,6 +359,8 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
         )
         PendingBackendOp.objects.filter(pk__in={intent.id for intent in unshared} - started).delete()
         if node_id is not None:
+            # The operation's own status does not say so to the controllers.
+            events.notify(events.OPERATIONS, f"* {Status.CANCELLED}")
             note = next(iter(notes.values()), "")
             return _cancel_target(operation, node_id, note=note, actor=actor, now=now)
         return ledger.cancel(operation_id, actor=actor, now=now, notes=notes)

@@ -348,9 +348,10 @@ def confirm(intent: Intent) -> None:
 
 
 def record_command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
-    """Record that the command is sent now; the attempt had to wait for running requests before."""
-    if _rows_of_attempt(intent).exists():
-        target_changes.record_changes({intent.id: target_changes.set_time_limit(time_limit)}, now=now)
+    """Record that the command is sent now, after a wait for running requests. Raise LeaseLost."""
+    confirm(intent)
+    target_changes.record_changes({intent.id: target_changes.set_time_limit(time_limit)}, now=now)
+    confirm(intent)  # a cancel may have held the operation's lock
 
 
 def drain_until(intent: Intent, *, now: datetime) -> datetime:

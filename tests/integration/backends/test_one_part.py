@@ -1,7 +1,9 @@
 """An operation is called off on one node: API, what goes on elsewhere, and what a wave makes of it."""
 
+from itertools import takewhile
 from uuid import uuid4
 
+import psycopg
 import pytest
 
 from localai_cluster.kit import clock
@@ -10,6 +12,7 @@ from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendReq
 from nodes.backends.intents import Ended
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
+from operations.changes import events
 from operations.ledger.admission import Requester
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api, hot
@@ -50,6 +53,20 @@ def test_one_part_ends_for_good_and_the_others_go_on() -> None:
     ended = again(operation)
     assert (ended.status, ended.message) == (Status.COMPLETED, "completed, cancelled on 1 of 2 nodes")
     assert cancel(operation, two) == (409, "the operation is completed already")
+
+
+@pytest.mark.rule("A67", "O54")
+def test_the_controller_of_a_cancelled_part_is_told_at_once() -> None:
+    """Otherwise its attempt goes on until the next renewal of its lease."""
+    one, two = hot.node("one"), hot.node("two")
+    operation = ask(INSTALL, one, two)
+    claim(2)
+    with psycopg.connect(events.conninfo(), autocommit=True) as link:
+        link.execute(f"LISTEN {events.OPERATIONS}")
+        cancel(operation, one)
+        link.execute(f"NOTIFY {events.OPERATIONS}, 'that is all'")
+        told = list(takewhile(lambda text: text != "that is all", (n.payload for n in link.notifies())))
+    assert "* cancelled" in told
 
 
 @pytest.mark.rule("A67", "O54")

@@ -311,6 +311,22 @@ async def test_replicas_of_a_worker_that_fell_silent_during_its_upgrade_are_chec
     assert found == {(True, None)}
 
 
+async def test_a_cancel_after_the_wait_for_requests_overtakes_the_command(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker was asked to stop what it had not got yet, and then got it."""
+
+    async def waits_and_is_cancelled(*wait: Any) -> None:
+        cancel = partial(admission.cancel, intent.row.operation_id, actor="bob", now=clock.now())
+        await hot.in_thread(cancel)
+
+    monkeypatch.setattr(intent_queue, "wait_until_drained", waits_and_is_cancelled)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    with pytest.raises(LeaseLost):
+        await stage.queue.execute(intent)
+    assert not stage.sent
+
+
 def the_load() -> Operation:
     return Operation.objects.get(kind="model_load")
 
