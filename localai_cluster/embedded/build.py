@@ -367,7 +367,11 @@ RUN_BY_STEP: Mapping[str, Callable[[], object]] = {
 def _other_builds_wait() -> Iterator[None]:
     """Have steps of other processes wait: they write the same folders. `types` starts `document`."""
     with (STATIC_FOLDER / "dist.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another build")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -41,10 +41,15 @@ def is_copy(folder: Path) -> bool:
         boot = claimed["boot"]
     except (OSError, ValueError, KeyError, TypeError):
         return False  # an earlier version wrote no file
-    own_file_system, own_inode = folder_id(folder).split(".")
-    # An earlier version always recorded the device number.
-    is_elsewhere = file_system not in (own_file_system, f"{folder.stat().st_dev:x}")
-    return inode != own_inode or (is_elsewhere and boot == files.boot_id())
+    own_ids = _own_ids(folder)
+    is_other_inode = inode not in (own_id.partition(".")[2] for own_id in own_ids)
+    return is_other_inode or (f"{file_system}.{inode}" not in own_ids and boot == files.boot_id())
+
+
+def _own_ids(folder: Path) -> tuple[str, str]:
+    """Return the folder's id, and its id by an earlier version, which always took the device number."""
+    found = folder.stat()
+    return folder_id(folder), f"{found.st_dev:x}.{found.st_ino:x}"
 
 
 def claim(folder: Path) -> None:
@@ -56,8 +61,8 @@ def claim(folder: Path) -> None:
 
 LOCK_TIMEOUT = 0.5
 """Seconds to try to lock a folder: `holder_of` locks it for a moment."""
-REAPER_TIMEOUT = 60.0
-"""Seconds for the process reaper of a killed run to stop its processes."""
+REAPER_TIMEOUT = 240.0
+"""Seconds for the process reaper of a killed run to stop its processes, one after the other."""
 
 
 class DataLock:
@@ -67,7 +72,7 @@ class DataLock:
         self.path = data_dir / "run.lock"
         self.taken_over: dict[str, Any] = {}
         """The last holder, if a run on this very folder ended without releasing the lock."""
-        self._folder = folder_id(data_dir)
+        self._ids = _own_ids(data_dir)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         if not wait_for(self._try_lock, LOCK_TIMEOUT):
             holder = self._read_holder()
@@ -78,13 +83,13 @@ class DataLock:
                 "Stop it with Ctrl-C, or choose another CLUSTER_DATA_DIR.",
             )
         self.taken_over = self._read_holder()
-        if not str(self.taken_over.get("mark", "")).startswith(f"{self._folder}."):
+        if not str(self.taken_over.get("mark", "")).startswith(tuple(f"{own_id}." for own_id in self._ids)):
             self.taken_over = {}
             os.ftruncate(self._descriptor, 0)
 
     def new_mark(self) -> str:
         """Return a new mark: text in the environment of all processes of a run on this folder."""
-        return f"{self._folder}.{secrets.token_hex(8)}"
+        return f"{self._ids[0]}.{secrets.token_hex(8)}"
 
     def note(self, **holder: Any) -> None:
         """Write this process to the lock file: its id, port, and the mark in its children's environment."""

@@ -25,9 +25,11 @@ _OUTAGE_ERRORS = (
     django.db.InterfaceError,
     psycopg.OperationalError,
     psycopg.InterfaceError,
+    django.db.InternalError,
+    psycopg.InternalError,
 )
-_SERVER_STOP_SQLSTATES = frozenset({"57P01", "57P02", "57P03"})
-"""SQLSTATEs of a server that an administrator shut down, that crashed, or that is starting."""
+_SERVER_STOP_SQLSTATES = frozenset({"57P01", "57P02", "57P03", "25006"})
+"""SQLSTATEs of a server that was shut down, has crashed, is starting, or is a standby that only reads."""
 
 
 def is_disk_full(error: BaseException | None) -> bool:

@@ -15,7 +15,9 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 IDENTITY_MARKER = "model identity mismatch"
 # Stock engines report a missing model as a plain error, `<backend>: model not loaded`. The whole text counts,
 # because an engine may repeat a part of the client's text in another error.
-_NOT_LOADED_PATTERN = re.compile(r"(rpc error: )?(code = \w+ desc = )?([\w.-]+: )?model not loaded\.?")
+_NOT_LOADED_PATTERN = re.compile(
+    r"(exception calling application: )?(rpc error: )?(code = \w+ desc = )?([\w.-]+: )?model not loaded\.?"
+)
 
 # No gRPC status means a prompt longer than the model's context, only the text does; stock engines report a
 # failure.

@@ -96,6 +96,8 @@ def translate_error(exc: Exception) -> errors.ClusterError | None:
         return errors.Conflict("changed by another request at the same time; try again")
     if outage.is_disk_full(exc):
         return errors.Unavailable("the database cannot write: its disk is full")
+    if outage.is_outage(exc):
+        return errors.Unavailable(disk.with_disk_full_hint("the database is unavailable"))
     return next((make() for kind, make in _ERROR_FACTORY_BY_TYPE if isinstance(exc, kind)), None)
 
 

@@ -83,6 +83,8 @@ class Engine:
     gpus: tuple[str, ...] = ()
     """Ids of the only GPUs that the engine may use; empty for all GPUs."""
     stopping: bool = False
+    stops: int = 0
+    """Number of tasks that are ending the process."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_OUTPUT_LINES))
@@ -100,12 +102,17 @@ class Engine:
 
     @contextlib.contextmanager
     def being_stopped(self) -> Iterator[None]:
-        """Set `stopping` in this context. Afterwards, an engine that has not ended can be stopped again."""
+        """Set `stopping` in this context. Afterwards, an engine that has not ended can be stopped again.
+
+        The end of a failed start and a stop may overlap.
+        """
+        self.stops += 1
         self.stopping = True
         try:
             yield
         finally:
-            self.stopping = self.ended.is_set()
+            self.stops -= 1
+            self.stopping = self.stops > 0 or self.ended.is_set()
 
     async def wait_started(self) -> bool:
         """Wait until the engine is ready (return True) or has ended (return False). Raise StopFailed."""

@@ -98,10 +98,15 @@ def read_entries() -> list[DefinitionEntry]:
     ]
 
 
+def find_definition(name: str) -> Definition | None:
+    """Return the model's definition, also one that says `disabled: true`."""
+    models = folder()
+    return async_to_sync(models.find)(name) or async_to_sync(models.disabled)().get(name)
+
+
 def find_entry(name: str) -> tuple[DefinitionEntry, ModelDefinition | None]:
     """Return the entry of the model and its current row. Raise NotFound."""
-    row, models = store.find(name), folder()
-    definition = async_to_sync(models.find)(name) or async_to_sync(models.disabled)().get(name)
+    row, definition = store.find(name), find_definition(name)
     if row is None and (definition is None or definition.source.startswith(SOURCE_PREFIX)):
         raise errors.NotFound("there is no such definition")
     merged = MergedRow(stored_definition(row), store.file_of(name)) if row is not None else None

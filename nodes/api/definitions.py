@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from asgiref.sync import async_to_sync
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter
 from rest_framework.request import Request
@@ -25,7 +24,6 @@ from nodes.api import definition_entries
 from nodes.api import definition_shapes as shapes
 from nodes.api.base import ModelRoute, integer_schema, job_example, query_parameter, read_query
 from nodes.definitions import edit, schema, store
-from nodes.definitions.folder import folder
 from nodes.definitions.rows import SOURCE_PREFIX
 from nodes.loading import definition_preview, definition_removal
 from nodes.models import DefinitionOrigin
@@ -186,7 +184,7 @@ class DefinitionPreviewView(_DefinitionRoute):
         if not name and checked.definition is not None:
             name = checked.definition.name
             former = store.text_in_force(name)
-        in_force = async_to_sync(folder().find)(name) if name else None
+        in_force = definition_entries.find_definition(name) if name else None
         return Response(
             shapes.PREVIEW_SHAPE.of(**definition_preview.preview(text, checked, name, in_force, former or ""))
         )

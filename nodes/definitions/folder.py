@@ -166,7 +166,7 @@ class Folder:
 
         Raises UnusableDefinition, and FolderUnresponsive if the file cannot be read in time.
         """
-        definition = await self.find(name)
+        definition = await self.find(name) or self._disabled.get(name)
         if definition is None:
             return None
         if definition.source.startswith(rows.SOURCE_PREFIX):

@@ -222,11 +222,17 @@ def restore(
 
 
 def set_disabled(name: str, disabled: bool, *, now: datetime) -> ModelDefinition:
-    """Disable or enable the definition; raise NotFound if it does not exist."""
+    """Disable or enable the definition; raise NotFound if it does not exist.
+
+    Raise Conflict for a definition whose text disables it.
+    """
     if find(name) is None:
         require_no_file(name)
     with transaction.atomic():
         row = _require_row(name)
+        content = stored_definition(row).content
+        if not disabled and isinstance(content, Definition) and content.disabled:
+            raise Conflict("the definition says `disabled: true`: edit it", field="text")
         if row.disabled != disabled:
             row.disabled = disabled
             _save_change(row, "disabled" if disabled else "enabled", "", now)

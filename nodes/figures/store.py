@@ -45,7 +45,7 @@ SqlParameters = dict[str, Any]
 def _integer(value: str) -> str:
     """Return SQL that limits a number to the largest integer; NULL stays NULL.
 
-    A wrong sensor value must not make the samples of all nodes fail.
+    A wrong sensor value must not make the samples of all nodes fail. LEAST would turn NULL into the largest.
     """
     return f"(CASE WHEN {value} > {_MAX_INTEGER} THEN {_MAX_INTEGER} ELSE {value} END)::int"
 

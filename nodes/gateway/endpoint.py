@@ -235,8 +235,12 @@ class Endpoint:
             with CancelOnStop():
                 answer = await handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
-        except (NotAuthenticated, Unavailable):
-            raise  # without another statement: the key is refused, or there is an outage
+        except NotAuthenticated:
+            raise
+        except Unavailable:
+            with contextlib.suppress(Unavailable):  # in an outage no key can be checked
+                await confirm_early(request)
+            raise
         except Exception:
             # An error reveals facts about the cluster, so only a confirmed caller may read it.
             await confirm(request)

@@ -300,10 +300,12 @@ async def generate(request: InferenceRequest, generation: Generation) -> list[Te
         calls = await _prepare_calls(request, generation)
         attempts = gateway.attempts(request)
         while True:
-            async with attempts as engine, asyncio.timeout(request.deadline - clock.monotonic()):
-                return [delta async for delta in await calls.start(engine)]
-    except TimeoutError:
-        raise DeadlineExceeded(_TIMEOUT_MESSAGE) from None
+            async with attempts as engine:
+                try:
+                    async with asyncio.timeout(request.deadline - clock.monotonic()):
+                        return [delta async for delta in await calls.start(engine)]
+                except TimeoutError:
+                    raise DeadlineExceeded(_TIMEOUT_MESSAGE) from None
     except InvalidInput as refusal:
         raise rename_field(refusal, generation) from None
 

@@ -73,11 +73,15 @@ def _check_repetitions(grammar: str) -> None:
     """
     total = size = end = 0
     for match in _REPETITION_PATTERN.finditer(grammar):
-        part, is_adjacent = match[0], not grammar[end : match.start()].strip()
+        # `x+` is a copy of `x` and a reference, and both are repeated; of `x*` and `x?` only a reference is.
+        part, is_adjacent = match[0], not grammar[end : match.start()].strip(" \t\r\n+")
         end = match.end()
         size = size if is_adjacent else 1
         if part.startswith("{"):
-            size *= max(map(int, re.findall("[0-9]{1,9}", part)), default=1)
+            bounds = [int(number[:10]) for number in re.findall("[0-9]+", part)]
+            if bounds != sorted(bounds):
+                raise InvalidInput(f"grammar: {part} ends before it begins", field="grammar")
+            size *= max(bounds, default=1)
             total += size
         elif not part.startswith("#"):
             size = len(part)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, assert_never
@@ -216,7 +217,11 @@ def unload_withdrawn(revisions: Mapping[str, str] | None, now: datetime) -> int:
     withdrawn = ModelDefinition.objects.filter(name=OuterRef("model_name")).filter(
         Q(disabled=True) | Q(deleted_at__isnull=False)
     )
-    loaded = NodeModel.objects.loaded().exclude(model_name__in=list(revisions)).filter(Exists(withdrawn))
+    disabled: Iterable[str] = ()
+    with suppress(folder.FolderUnresponsive):
+        disabled = asyncio.run(folder.folder().disabled())
+    loaded = NodeModel.objects.loaded().exclude(model_name__in=list(revisions))
+    loaded = loaded.filter(Exists(withdrawn) | Q(model_name__in=list(disabled)))
     models = list(loaded.order_by().values_list("model_name", flat=True).distinct())
     for model in models:
         try:

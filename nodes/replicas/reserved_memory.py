@@ -56,7 +56,7 @@ class MemoryReservation:
 
     columns: Mapping[str, Any]
     gpus: tuple[GpuShare, ...] = ()
-    is_tuned: bool = True
+    is_tuned: bool = False
     """True if the engine may get the options that are tuned to the node."""
 
 
@@ -146,8 +146,9 @@ def reserve_for_load(
     """
     free, free_by_gpu = _free(node)
     free_later, later = _after_stops(node, free, free_by_gpu, terminating)
-    fits_tuned = tuned is not None and tuned.shares(free_later, later, _needed(node, tuned)) is not None
-    need = tuned if tuned is not None and fits_tuned else need
+    is_tuned = False
+    if tuned is not None and tuned.shares(free_later, later, _needed(node, tuned)) is not None:
+        need, is_tuned = tuned, True
     needed = _needed(node, need)
     shares = need.shares(free_later, later, needed)
     is_reported = max(node.total_vram, node.available_vram) > 0
@@ -179,13 +180,13 @@ def reserve_for_load(
         for index, share in sorted((shares or {}).items())
         if not need.own_gpus
     )
-    return MemoryReservation(columns, tuple(gpus), is_tuned=fits_tuned)
+    return MemoryReservation(columns, tuple(gpus), is_tuned=is_tuned)
 
 
 def reserve_unknown(node: BackendNode) -> MemoryReservation:
     """Reserve nothing for a load whose need is unknown; its engine sees all GPUs. Needs the node's lock."""
     reading = {"vram_seen": node.available_vram, "vram_seen_at": node.vram_read_at}
-    return MemoryReservation({**reading, "vram_alone": has_device_alone(node, ())})
+    return MemoryReservation({**reading, "vram_alone": has_device_alone(node, ())}, is_tuned=True)
 
 
 def note_ended_engines(node_ids: Collection[UUID]) -> None:

@@ -47,8 +47,13 @@ def plant(cluster: Cluster, node: str, now: datetime) -> None:
                 for name, bounds in _BOUNDS.items()
             }
         )
+        # After midnight the cluster may have packed its own figures of yesterday.
         cluster.execute(
-            "INSERT INTO figure_days (at, subject, body) VALUES (%s, %s, %s)", start, f"node/{node}", block
+            "INSERT INTO figure_days (at, subject, body) VALUES (%s, %s, %s)"
+            " ON CONFLICT (at, subject) DO UPDATE SET body = excluded.body",
+            start,
+            f"node/{node}",
+            block,
         )
 
 

@@ -16,6 +16,7 @@ from pytest_django import Settings
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import Conflict, InvalidInput, NotFound
+from nodes.api.definition_entries import read_entries
 from nodes.definitions import folder, rows, store
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.definitions.recorded_files import FileConflict
@@ -419,8 +420,19 @@ def test_the_pass_unloads_what_is_disabled_and_leaves_a_files_model_alone(models
     (operation,) = Operation.objects.all()
     assert (operation.kind, operation.element, operation.actor) == ("model_unload", "m", "system")
     assert operation.payload["reason"] == "its definition is disabled or deleted"
+    (models / "n.yaml").write_text(TEXT.replace("name: m", "name: n") + "disabled: true\n")
+    assert replicas.run_pass(tick=True)
+    assert set(Operation.objects.values_list("element", flat=True)) == {"m", "n"}
     assert NodeModel.objects.count() == 3
     connection.close()
+
+
+def test_a_definition_whose_text_disables_it_cannot_be_enabled(models: Path) -> None:
+    save(TEXT + "disabled: true\n")
+    with pytest.raises(Conflict, match="disabled: true"):
+        store.set_disabled("m", False, now=clock.now())
+    (entry,) = read_entries()
+    assert entry.state == "disabled"
 
 
 @pytest.mark.parametrize("name", ["schema", "preview", "a/clone", "a/revisions", "a/b/enable"])

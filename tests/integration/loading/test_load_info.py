@@ -26,7 +26,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.api.definition_entries import find_entry, read_entries
 from nodes.decisions import fleet_cache
-from nodes.definitions import folder
+from nodes.definitions import folder, store
 from nodes.definitions.files import Definition, read_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway import gateway
@@ -577,6 +577,7 @@ async def test_a_disabled_definition_is_not_loaded(
     (listed,) = await in_thread(read_entries)
     assert (listed.name, listed.state, listed.file) == ("echo", "disabled", "echo.yaml")
     assert (await in_thread(find_entry, "echo"))[0].state == "disabled"
+    assert "disabled: true" in (await in_thread(store.text_in_force, "echo") or "")
 
 
 def test_withdrawing_and_restoring_cost_equally_many_queries_for_any_number_of_models(

@@ -153,6 +153,8 @@ LONG = '"' + "x" * 1000 + '"'
         "[" + "a" * 1000 + "]{2000}",
         (LONG + "{100} ") * 20,
         "a{2000}{2000}",
+        LONG + "+{2000}",
+        LONG + " + {2000}",
         "(a b){99999999999999999999}",
     ],
 )
@@ -163,10 +165,17 @@ def test_a_grammar_that_repetitions_make_huge_is_refused(grammar: str) -> None:
     assert refused.value.field == "grammar"
 
 
+def test_a_repetition_that_ends_before_it_begins_is_refused() -> None:
+    """Engines take the difference without a sign."""
+    with pytest.raises(InvalidInput, match="ends before it begins"):
+        schemas.check_grammar('root ::= "a"{5,2}')
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
         LONG + "{100}",
+        LONG + "*{2000}",
         LONG + " a{2000}",
         "(" + LONG + "){2000}",
         '"{2000}' + "x" * 1000 + '"',

@@ -25,16 +25,26 @@ def wrapped(cause: psycopg.Error) -> django.db.OperationalError:
     return error
 
 
+def internal(cause: Exception) -> django.db.InternalError:
+    """Return the error that Django makes of it."""
+    error = django.db.InternalError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
 OUTAGES = [
     psycopg.OperationalError("connection refused"),
     psycopg.InterfaceError("the connection is closed"),
     errors.AdminShutdown("terminating connection"),
     errors.ConnectionFailure("gone"),
     wrapped(errors.CannotConnectNow("starting up")),
+    errors.ReadOnlySqlTransaction("cannot execute UPDATE in a read-only transaction"),
+    internal(errors.ReadOnlySqlTransaction("cannot execute UPDATE in a read-only transaction")),
     wrapped(errors.DiskFull("could not extend file: No space left on device")),
 ]
 REFUSALS: list[Exception] = [
     wrapped(errors.DeadlockDetected("deadlock")),
+    internal(errors.InternalError_("a defect of the server")),
     errors.QueryCanceled("cancelled"),
     django.db.IntegrityError("duplicate key"),
     ValueError("a defect"),

@@ -166,7 +166,7 @@ async def start_ready(supervisor: EngineSupervisor, folder: Path) -> Engine:
     start = script(folder, f"touch {folder}/up; exec sleep 1000")
     starting = asyncio.create_task(supervisor.start("m#0", "b", start))
     starting.add_done_callback(lambda task: task.exception())
-    await until((folder / "up").exists)
+    await until(lambda: (folder / "up").exists() and supervisor.engines())
     (engine,) = supervisor.engines()
     engine.ready.set()
     return engine
@@ -187,6 +187,7 @@ async def test_a_stop_that_failed_can_be_repeated(
         outcome = await supervisor.stop("m#0", force=True)
     assert (outcome.terminated, outcome.error) == (False, f"process {engine.process.pid} cannot be killed")
     assert engine.alive
+    await until(lambda: not engine.stopping)  # the start, which the stop has interrupted, ends it too
     assert (await supervisor.stop("m#0", force=True)).terminated
 
 
@@ -206,6 +207,19 @@ async def test_a_stop_that_was_cancelled_can_be_repeated(
     await waits.wait()
     await cancel_and_wait(stopping)
     assert (await supervisor.stop("m#0", force=True)).terminated
+
+
+@pytest.mark.rule("worker-8.5")
+async def test_an_engine_counts_as_stopping_until_the_last_of_two_stops_ends(
+    supervisor: EngineSupervisor, tmp_path: Path
+) -> None:
+    """The end of a start that failed, and a stop."""
+    engine = await start_ready(supervisor, tmp_path)
+    with engine.being_stopped():
+        with engine.being_stopped():
+            pass
+        assert engine.stopping
+    assert not engine.stopping
 
 
 @pytest.mark.rule("worker-8.5")
@@ -337,7 +351,7 @@ async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: boo
         start = script(tmp_path, f"touch {tmp_path}/up; exec sleep 1000")
         starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 
-        await until((tmp_path / "up").exists)
+        await until(lambda: (tmp_path / "up").exists() and supervisor.engines())
         (engine,) = supervisor.engines()
         engine.ready.set()
         if asked:
