@@ -135,7 +135,7 @@ function useTail(id: string, of: string): [TailState, Tail] {
   // Who has signed in again, or is on the network again, does not wait, nor look at a log whose socket is dead.
   const feed = useLive((state) => state.connection);
   useChange(feed, (previous) => {
-    if (feed === "live" && (previous !== "connecting" || tail.read().connection === "lost")) tail.now();
+    if (feed === "live") tail.feedIsLive(previous === "connecting");
   });
   return [useSyncExternalStore(tail.subscribe, tail.read), tail];
 }

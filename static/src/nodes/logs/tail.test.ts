@@ -104,6 +104,17 @@ describe("a log that is lost (UI-5.6)", () => {
     expect([FakeSocket.created.length, texts(tail), tail.read().connection]).toEqual([2, ["a", "b", "c"], "live"]);
   });
 
+  it("comes back after a new sign-in, with which the feed connects anew", () => {
+    tail.feedIsLive(true);
+    expect(FakeSocket.created.length).toBe(1);
+    last().receive({ type: "initial", lines: [] });
+    last().ends(4401);
+    vi.advanceTimersByTime(60_000);
+    expect(FakeSocket.created.length).toBe(1);
+    tail.feedIsLive(true);
+    expect(FakeSocket.created.length).toBe(2);
+  });
+
   it("asks over REST when the socket ends before its first message and says nothing", async () => {
     answer([line("kept")]);
     last().ends(1006);

@@ -88,6 +88,11 @@ export class Tail {
     this.connect();
   };
 
+  /** Connects again when the feed is live again, unless that was its first connection and the log is not lost. */
+  feedIsLive(isFirst: boolean): void {
+    if (!isFirst || this.state.connection === "lost") this.now();
+  }
+
   /** Forgets the lines that there are. */
   readonly clear = (): void => {
     this.frame.now();
