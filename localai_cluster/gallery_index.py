@@ -1,6 +1,6 @@
 """The index of a gallery: installable backends in LocalAI's format, read from a file, a URL or its mirrors.
 
-Workers read it for every install, the catalogue of the web process once a minute. Entries are parsed
+Workers read it for each install. The catalogue of a web process reads it once a minute. Entries are parsed
 leniently: a field of the wrong type is ignored, an entry without a name is skipped, and long values are cut.
 `parse` is pure; only `fetch` uses disk or network. `cluster:NAME` is a file of the control plane's own
 gallery: the control plane reads it from its folder, a worker over HTTP with its own secret.

@@ -1,12 +1,12 @@
 """Safe reading of untrusted JSON, YAML and files.
 
-`json_problem` limits depth and size of JSON before it is parsed. A parser builds an object for every level
+`json_problem` limits depth and size of JSON before it is parsed. A parser builds an object for each level
 and keeps all of them while it descends, so a few megabytes of brackets become hundreds. The scan counts
 brackets outside strings only, in chunks and with the fast functions of `bytes`; most bodies have so few
 brackets that their number is sufficient. It checks no syntax: a text that passes is at most `MAX_LEVELS` deep
 if it is JSON, and the parser refuses it otherwise.
 
-`load_yaml` raises one kind of error for every problem of a text, with the line of the value. PyYAML's
+`load_yaml` raises one kind of error for any problem of a text, with the line of the value. PyYAML's
 constructors let Python's own errors through: an impossible date is a ValueError, `!!bool maybe` a KeyError,
 `!!int ""` an IndexError. A caller that catches only `YAMLError` would fail on more than that text.
 

@@ -79,7 +79,7 @@ def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | 
     view = context.get("view")
     response = Response(body_of(error, view), status=error.status, headers=refusal_headers(error))
     if error.status == 429 or (error.status == 401 and getattr(view, "flat_auth", False)):
-        # Django would log a line for every guess; `throttle` logs one a minute.
+        # Django would log a line for each guess; `throttle` logs one a minute.
         setattr(response, "_has_been_logged", True)  # noqa: B010 - Django's mark, unknown to the stubs
     return response
 

@@ -294,7 +294,7 @@ class Worker:
             await self._commands.unsubscribe()
             await self._end_engines()
         shared = self._config.registration_token
-        # Without a registration token everybody would have access: nobody knows the engine token there.
+        # Without a registration token all callers would have access: no caller knows the engine token there.
         self._supervisor.token = shared if kind is ServerKind.STOCK and shared else self._engine_token
         self._application.close_log_sockets()
         self._control_plane.kind = kind

@@ -70,15 +70,6 @@ CONTACTS_AT_ONCE = 16
 EVICTION_POLL = 0.5
 _REFUSAL_LIFETIME = timedelta(minutes=10)
 """Time for which a node ranks last because the installation of the backend failed there."""
-_GIB = 2**30
-_DEFAULT_BATCH_SIZES = (512, 2048)
-"""Batch sizes that may be changed; any other value was configured."""
-_DEFAULT_CONTEXT_TOKENS = 4096
-_SCRATCH_BYTES_PER_TOKEN = 1536 * 16
-"""Bytes per token of context that the larger batch allocates."""
-_MIN_GPU_GENERATION = 12
-_PARALLEL_BY_MEMORY = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
-"""Pairs of usable memory in bytes and the number of parallel requests; the first pair that fits applies."""
 _NO_BUS_REASON = "this controller is not connected to the message bus"
 
 
@@ -282,7 +273,7 @@ async def _record_without_node(
     Recording comes first, so that every waiting load has a record. The payload of a waiting load contains its
     need, which determines when the load is woken; `LACKS_ROOM`, which makes the replica pass terminate the
     replaced replica first; and the node whose memory the load gets before younger loads. `backoffs` are the
-    load's own: recent refusals of its backend are read anew by each attempt.
+    load's own: each attempt reads the recent refusals of its backend.
     """
     back_off = seconds_until_retry(backoffs, clock.now())
     seconds = _NODE_POLL_SECONDS if back_off is None else min(back_off, _NODE_POLL_SECONDS)
@@ -388,6 +379,17 @@ async def wait_until_evicted(attempt: Attempt, evicted: Eviction) -> None:
 
 def _remaining_replicas(replica_ids: Sequence[UUID]) -> list[tuple[str, str]]:
     return [(str(row), row.state) for row in eviction.remaining_rows(replica_ids)]
+
+
+_GIB = 2**30
+_DEFAULT_BATCH_SIZES = (512, 2048)
+"""Batch sizes that may be changed; any other value was configured."""
+_DEFAULT_CONTEXT_TOKENS = 4096
+_SCRATCH_BYTES_PER_TOKEN = 1536 * 16
+"""Bytes per token of context that the larger batch allocates."""
+_MIN_GPU_GENERATION = 12
+_PARALLEL_BY_MEMORY = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
+"""Pairs of usable memory in bytes and the number of parallel requests; the first pair that fits applies."""
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class ModelTransfer:
         return sentence
 
     async def _run_for_each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
-        """Run one step for every file, several files in parallel; the first failure cancels the rest."""
+        """Run one step for each file, several files in parallel; the first failure cancels the rest."""
         pending = iter(self._transfers)
 
         async def run_steps() -> None:

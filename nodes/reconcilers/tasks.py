@@ -162,7 +162,7 @@ def remove_old_partials(now: datetime) -> None:
         )
         return
     if removed:
-        log.info("%d downloads that nobody has resumed are removed", removed)
+        log.info("%d abandoned downloads are removed", removed)
 
 
 @skip_during_outage

@@ -4,7 +4,7 @@ A worker names addresses when it registers and in its replies. Without checks, a
 requests to a machine that is not its node. So a reply's address must have the host of `address` or
 `http_address`, or a host that the operator lists for the node (CLUSTER_NODE_HOSTS). Any other address causes
 an error that names both addresses, an event, and no connection. A host name may resolve to any address: the
-IP addresses are checked for every HTTP connection, and when an engine's address is accepted; a barred address
+IP addresses are checked for each HTTP connection, and when an engine's address is accepted; a barred address
 causes an event too. HTTP clients follow no redirects and use no proxy of the environment.
 
 Our worker's engines expect a token that the worker created at its start. Those of a stock worker expect the

@@ -1,4 +1,4 @@
-"""The timeline: one event (`NodeEvent`) for every change of a node.
+"""The timeline: one event (`NodeEvent`) for each change of a node.
 
 Events are written inside the transaction that makes the change. Events by workers that change no status are
 counted, with one row per minute for a node, kind, cause and status; every other event has its own row.

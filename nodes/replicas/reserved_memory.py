@@ -157,7 +157,7 @@ def reserve_for_load(
     if shares is None and node.total_vram:
         # Without a GPU all models use the main memory, and there is nothing to report.
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, needed)
-    # With GPUs that its definition names, nobody can tell which of them it fills.
+    # With GPUs that its definition names, it is unknown which of them it fills.
     expected = shares if shares is not None else {} if need.own_gpus else fill_gpus(later, needed)
     amount = total_bytes(shares or {}, needed)
     fits_after_stops = need.shares(free, free_by_gpu, needed) is not None and reserve(
@@ -175,12 +175,9 @@ def reserve_for_load(
         and not terminating
         and has_device_alone(node, shares or ()),
     }
-    gpus = (
-        GpuShare(by_index[index]["uuid"] or str(index), share)
-        for index, share in sorted((shares or {}).items())
-        if not need.own_gpus
-    )
-    return MemoryReservation(columns, tuple(gpus), is_tuned=is_tuned)
+    reserved = () if need.own_gpus else sorted((shares or {}).items())
+    gpus = tuple(GpuShare(by_index[index]["uuid"] or str(index), share) for index, share in reserved)
+    return MemoryReservation(columns, gpus, is_tuned=is_tuned)
 
 
 def reserve_unknown(node: BackendNode) -> MemoryReservation:

@@ -114,27 +114,34 @@ def reserve(
         memory = _memory(node, need, tuned, model_name, room, now)
         if isinstance(memory, NoSlot):
             return memory
-        row = NodeModel.objects.create(
-            node_id=view.id,
-            model_name=model_name,
-            replica_index=index,
-            phase=Phase.RESERVED,
-            **engines.owner_columns(OwnerKind.OPERATION, *attempt),
-            deadline=now + states.LOAD_LIMIT,
-            backend_type=backend,
-            last_used=now,
-            created_at=now,
-            updated_at=now,
-            files_needed=need.files,
-            **memory.columns,
-        )
-        BackendNode.objects.filter(pk=view.id).update(newest_load=row.pk)
+        columns = {"backend_type": backend, "files_needed": need.files, **memory.columns}
+        row = _add_row(view.id, model_name, index, attempt, now, columns)
         if why is not None:
             # The slot in the snapshot may be another one.
             decided = replace(why, explanation=replace(why.explanation, replica_index=index))
             decision_log.record(decided, now=now, victims=room.victims if room else ())
     options = tuned.options if tuned is not None and memory.is_tuned else None
     return Slot(row.id, view.id, view.name, index, memory.gpus, gpu_layers, options)
+
+
+def _add_row(
+    node_id: UUID, model_name: str, index: int, attempt: Attempt, now: datetime, columns: Mapping[str, Any]
+) -> NodeModel:
+    """Add the row of the slot, which is the newest load of the node."""
+    row = NodeModel.objects.create(
+        node_id=node_id,
+        model_name=model_name,
+        replica_index=index,
+        phase=Phase.RESERVED,
+        **engines.owner_columns(OwnerKind.OPERATION, *attempt),
+        deadline=now + states.LOAD_LIMIT,
+        last_used=now,
+        created_at=now,
+        updated_at=now,
+        **columns,
+    )
+    BackendNode.objects.filter(pk=node_id).update(newest_load=row.pk)
+    return row
 
 
 def _index_with_disk(node: BackendNode, model_name: str, need: Need) -> int | NoSlot:

@@ -69,7 +69,7 @@ class FleetReplica:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed load that nobody has dismissed or repeated."""
+    """A failed load that was not dismissed or repeated."""
 
     at: datetime
     error: str
