@@ -211,6 +211,7 @@ def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
     others = NodeModel.engines.filter(node=node).values_list("phase", "loaded_at", "gpus")
     return all(
         phase == Phase.SERVING
+        and loaded_at is not None
         and loaded_at <= read_at
         and gpus
         and used

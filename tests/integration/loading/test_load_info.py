@@ -140,6 +140,11 @@ def beside_a_replica(device: Device) -> None:
     device.read()
 
 
+def beside_a_replica_of_unknown_age(device: Device) -> None:
+    beside_a_replica(device)
+    NodeModel.engines.update(loaded_at=None)
+
+
 def after_an_end(device: Device) -> None:
     """The last reading still shows an engine that has ended."""
     beside_a_replica(device)
@@ -150,7 +155,9 @@ def beside_a_load(device: Device) -> None:
     device.begin("other")
 
 
-@pytest.mark.parametrize("before", [beside_a_replica, after_an_end, beside_a_load])
+@pytest.mark.parametrize(
+    "before", [beside_a_replica, beside_a_replica_of_unknown_age, after_an_end, beside_a_load]
+)
 def test_an_engine_that_was_not_alone_teaches_nothing(before: Callable[[Device], None]) -> None:
     device = Device()
     before(device)

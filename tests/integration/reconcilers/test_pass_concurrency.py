@@ -181,7 +181,9 @@ def reserve_row(node: BackendNode) -> None:
     view = next(one for one in read_fleet("m") if one.id == node.pk)
     slot = reserve(view, "m", attempt=attempt("x"), backend="b", now=NOW)
     if isinstance(slot, Slot):
-        NodeModel.objects.filter(pk=slot.id).update(phase="serving", **SERVING_COLUMNS, address="h:1")
+        NodeModel.objects.filter(pk=slot.id).update(
+            phase="serving", **SERVING_COLUMNS, address="h:1", loaded_at=NOW
+        )
 
 
 def everything_told_is_consistent() -> None:
