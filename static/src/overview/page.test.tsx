@@ -74,9 +74,10 @@ function open(overview: Partial<Overview> = {}, path = "/", live = new LiveStore
   stage(live, createMemoryRouter([{ path: "*", element: <OverviewPage /> }], { initialEntries: [path] }));
 }
 
-/** The feed of a server whose clock shows `NOW`. */
-function greeted(live = new LiveStore()): LiveStore {
+/** The feed of a server whose clock shows `NOW`, once the store has it: messages show with the next frame. */
+async function greeted(live = new LiveStore()): Promise<LiveStore> {
   live.push({ type: "hello", at: NOW, build: "1", version: "1", user: { name: "a", role: "admin" } });
+  await vi.waitFor(() => expect(live.read().skew).not.toBe(0));
   return live;
 }
 
@@ -155,7 +156,7 @@ it("goes to another time, zooms and comes back", async () => {
 });
 
 it("reads the last hour by the server's clock, and longer times by the feed's", async () => {
-  open({}, "/", greeted());
+  open({}, "/", await greeted());
   const charts = within(await screen.findByRole("region", { name: "Over time" }));
   await charts.findByText(/^Requests/);
   expect(asked).toEqual([{ scope: "cluster" }]);
@@ -170,7 +171,7 @@ it("reads a day of an address with the server's clock, once the feed has told it
   open({}, "/?range=day", live);
   await within(await screen.findByRole("region", { name: "Over time" })).findByText(/^Requests/);
   expect(asked).toHaveLength(1);
-  greeted(live);
+  await greeted(live);
   await vi.waitFor(() => expect(asked).toHaveLength(2));
   expect(Math.abs(lastBeginsBefore() - DAY)).toBeLessThan(10);
 });
@@ -182,7 +183,7 @@ it("takes no inherited name for a range", async () => {
 });
 
 it("keeps the length of a zoom that reaches past now, and follows", async () => {
-  open({}, "/", greeted());
+  open({}, "/", await greeted());
   selected = [AT - 3600, AT + 3600];
   const charts = within(await screen.findByRole("region", { name: "Over time" }));
   fireEvent.click(await charts.findByText(/^Requests/));
@@ -196,7 +197,7 @@ it("keeps the length of a zoom that reaches past now, and follows", async () => 
 });
 
 it("zooms out to a year at most", async () => {
-  open({}, "/", greeted());
+  open({}, "/", await greeted());
   selected = [AT - 500 * DAY, AT - DAY];
   const charts = within(await screen.findByRole("region", { name: "Over time" }));
   fireEvent.click(await charts.findByText(/^Requests/));
