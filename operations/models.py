@@ -341,6 +341,7 @@ class OperationTarget(models.Model):
             ),
         ]
         indexes = [
+            models.Index(fields=["node_id", "operation"], name="target_of_node"),
             models.Index(
                 fields=["intent_id"],
                 name="target_of_intent",

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import pytest
 from django.db import connection
@@ -14,6 +15,7 @@ from nodes.loading import load_request
 from nodes.reconcilers import wake_ups
 from nodes.reconcilers.intents import end_stale_intents
 from nodes.replicas import drains, slots, stops
+from operations.api import history
 from operations.changes import feed
 from operations.ledger import attempts
 from operations.ledger.progress import Tick
@@ -103,6 +105,10 @@ def _attempt_load() -> None:
     attempts.release("c", now=clock.now())
 
 
+def _read_history_of_node(node: UUID) -> None:
+    history.read_after(history.matching_operations({"node": node}), None, 50)
+
+
 def test_no_recurring_statement_reads_the_history() -> None:
     """Passes, claims, reports and outcomes use an index of what is active (architecture: rows hold state)."""
     growth.plant(20)
@@ -122,6 +128,7 @@ def test_no_recurring_statement_reads_the_history() -> None:
         ("due stops", lambda: stops.claim_due(16, now=clock.now())),
         ("live list of operations", feed.snapshot),
         ("metrics", lambda: scraping.read_metrics(clock.now())),
+        ("history of a node", lambda: _read_history_of_node(load.id)),
     ]
     works.prepare()
     with connection.execute_wrapper(statements):
