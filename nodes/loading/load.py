@@ -338,12 +338,12 @@ async def _keep_waiting(attempt: Attempt, reason: str) -> None:
 
 
 async def _give_up(attempt: Attempt) -> None:
-    """Free the slot. If the attempt still owns it and may have started an engine, stop that engine.
+    """Free the slot if the attempt still owns it. A controller stops the engine that it may have started.
 
-    No other load uses the process key before a controller has confirmed the end of this engine.
+    A stop from here could arrive late, when the end of this engine is confirmed and the next load has the
+    process key.
     """
-    if await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now()):
-        await attempt.worker.stop(attempt.process_key)
+    await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now())
 
 
 def _admit_installation(attempt: Attempt) -> UUID:

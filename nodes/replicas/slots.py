@@ -353,7 +353,7 @@ def _lock_replaced_replica(slot: Slot, replaced: UUID | None) -> UUID | None:
 def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
     """End an attempt that has published no replica, and free its slot.
 
-    Return True if it may have started an engine, which must be stopped now.
+    Return True if it may have started an engine, which a controller stops.
     """
     with committed("load.ended"):
         ended = _end_loads(owned_rows(slot, attempt), now)

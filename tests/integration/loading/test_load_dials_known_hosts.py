@@ -12,6 +12,7 @@ from pytest_django import Settings
 from localai_cluster.kit import names
 from localai_cluster.messaging import messages as m
 from nodes.models import NodeEvent
+from nodes.replicas.stops import Stopper
 from operations.executor.work import Postpone
 from tests.conftest import until
 from tests.support import hot
@@ -78,6 +79,7 @@ async def test_an_engine_is_dialled_on_its_own_host_only(
     told = await hot.in_thread(NodeEvent.objects.get)
     assert (told.node_id, told.kind) == (stage.one.id, "address_refused")
     assert told.detail == {"replied": names.to_single_line(said), "registered": "127.0.0.1:1"}
+    await Stopper(stage.bus).run_pass()
     assert stage.bus.stops(stage.one.id) == ["echo#0"], "its engine is stopped all the same"
 
 

@@ -69,6 +69,8 @@ async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
     stage.installs(stage.one, RequestTimeout("late"))
     ended = await stage.play()
     assert isinstance(ended, Abandoned), ended
+    assert stage.bus.stops(stage.one.id) == [], "a late stop could hit the next engine with this key"
+    await Stopper(stage.bus).run_pass()
     assert stage.bus.stops(stage.one.id) == ["echo#0"]
     assert await hot.in_thread(left) == [("echo#0", "")], "until a controller has seen that it is gone"
     kept = await hot.in_thread(NodeModel.objects.get)
@@ -95,8 +97,9 @@ async def test_an_attempt_without_a_replica_has_its_engine_stopped(
     loads.append(error)
     ended = await stage.play()
     assert isinstance(ended, ends), ended
-    assert stage.bus.stops(stage.one.id) == ["echo#0"]
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
+    await Stopper(stage.bus).run_pass()
+    assert stage.bus.stops(stage.one.id) == ["echo#0"]
 
 
 async def test_an_engine_that_is_stopped_while_it_loads_has_died(stage: Stage, loads: list[Any]) -> None:

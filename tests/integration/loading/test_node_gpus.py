@@ -472,7 +472,6 @@ async def test_a_worker_that_starts_it_elsewhere_has_refused(
         await stage.handler(stage.work)
     assert "did not start it on the GPUs chosen" in str(ended.value)
     assert heard == []
-    assert stage.bus.stops(stage.one.id) == ["echo#0"]
     await stops(stage)
     assert await hot.in_thread(rooms, stage.one) == [24, 24]
 
