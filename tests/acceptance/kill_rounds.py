@@ -69,7 +69,6 @@ def loads() -> list[Round]:
             outcome="failed",
         ),
         *_each("load.abandoned", COMMIT, CONTROLLER, "lease run out", first=do.abandoned_load, early=True),
-        *_each("backend.stop", MESSAGE, CONTROLLER, "failed load", do.failing_load, outcome="failed"),
         *_each("model.stop", QUESTION, CONTROLLER, "failed load", do.failing_load, outcome="failed"),
         *_each("ledger.put_back", COMMIT, CONTROLLER, "no node", do.load, first=do.away, again=do.back),
         *_each("ledger.wake", COMMIT, CONTROLLER, "node is back", do.back_for_a_load, **returns),
@@ -220,6 +219,7 @@ def of_models() -> list[Round]:
     return [
         *_each("unload.begin", COMMIT, CONTROLLER, "unload a model", do.unload_model),
         *_each("model.unload", QUESTION, CONTROLLER, "unload a model, old worker", do.unload_model),
+        *_each("backend.stop", MESSAGE, CONTROLLER, "unload a model, old worker", do.unload_model),
         *_each("unload.gone", COMMIT, CONTROLLER, "unload a model", do.unload_model),
         *_each("model.delete", QUESTION, CONTROLLER, "delete a model", do.delete_model),
         *_each("unload.files", COMMIT, CONTROLLER, "delete a model", do.delete_model_with_files),
