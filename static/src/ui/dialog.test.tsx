@@ -65,6 +65,29 @@ describe("the focus of dialogs (UI-0.12, UI-0.13)", () => {
     await expect.poll(() => document.activeElement).toBe(screen.getByLabelText("Password"));
   });
 
+  it("stays in a dialog that opened meanwhile, and selects nothing of what was typed there", async () => {
+    const both = (first: boolean) => (
+      <Tooltip.Provider>
+        <Dialog open={first} onClose={nothing} title="Drain">
+          <button>Below</button>
+        </Dialog>
+        <Dialog open={!first} onClose={nothing} title="Search">
+          <input autoFocus data-first aria-label="Query" />
+        </Dialog>
+      </Tooltip.Provider>
+    );
+    const returns: Event[] = [];
+    const { rerender } = render(<main id="main" tabIndex={-1}>{both(true)}</main>);
+    screen.getByRole("dialog").addEventListener("focusScope.autoFocusOnUnmount", (event) => returns.push(event));
+    rerender(<main id="main" tabIndex={-1}>{both(false)}</main>);
+    const query = screen.getByLabelText<HTMLInputElement>("Query");
+    fireEvent.change(query, { target: { value: "install" } });
+    query.setSelectionRange(7, 7);
+    await expect.poll(() => returns).toHaveLength(1);
+    expect(document.activeElement).toBe(query);
+    expect(query.selectionStart).toBe(7);
+  });
+
   it.each([
     ["starts on Cancel before something is lost", { danger: true }, () => screen.getByText("Cancel")],
     ["starts on the answer otherwise", {}, () => screen.getByText("Do it")],

@@ -30,7 +30,9 @@ export function useReturnFocus(keep: () => boolean = () => true): ReturnFocus {
     ref,
     onCloseAutoFocus: (event) => {
       event.preventDefault();
-      if (!keep()) return;
+      // A dialog that was opened meanwhile would take the focus back and select what was typed into it.
+      const isTaken = document.activeElement !== null && document.activeElement !== document.body;
+      if (isTaken || !keep()) return;
       const element = opener.current?.isConnected === true ? opener.current : document.getElementById("main");
       element?.focus({ preventScroll: true });
     },
