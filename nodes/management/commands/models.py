@@ -15,7 +15,7 @@ from django.db import close_old_connections
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Argument, Columns, Options, VerbCommand
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, errors, names, untrusted
 from localai_cluster.kit.quantities import human_bytes
 from localai_cluster.web.shapes import Row
 from nodes.api import definition_entries
@@ -116,6 +116,8 @@ def _parse_change(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    if problem := untrusted.json_problem(value.encode("utf-8", "replace")):
+        raise CommandError(f"--set {name}: the value is {problem}")
     try:
         return name, json.loads(value) if value else None
     except ValueError:
@@ -151,6 +153,7 @@ def show(options: Options) -> str:
 
 def edit_model(options: Options) -> str:
     """Edit a definition and save it. Raise Conflict if another user has changed the definition meanwhile."""
+    names.check_text(options["reason"], "reason")
     name, row = options["model"], store.find(options["model"])
     former = store.text_in_force(name)
     if former is None:
@@ -159,6 +162,8 @@ def edit_model(options: Options) -> str:
         text = edit.apply_changes(former, dict(options["set"]))
     else:
         text = _read_text(options["file"]) if options["file"] is not None else _edit_in_program(former)
+    if text == former:
+        return _saved_text(options, "not changed")
     try:
         saved = store.save(
             name,
@@ -176,7 +181,7 @@ def edit_model(options: Options) -> str:
         raise CommandError(
             f"{' '.join(reason.split())}; the edited text is in {_save_draft(text)}: use it with --file"
         ) from error
-    return _saved_text(options, f"revision {saved.revision}" if text != former else "not changed")
+    return _saved_text(options, f"revision {saved.revision}")
 
 
 def _read_text(path: Path) -> str:

@@ -76,7 +76,7 @@ def _add_plan_arguments(parser: CommandParser) -> None:
     subject.add_argument(
         "--rule", metavar="JSON", help="a rule: what the replica pass would do now if it were saved"
     )
-    parser.add_argument("--disk", type=_parse_gib, metavar="GIB", default=0, help="with --vram")
+    parser.add_argument("--disk", type=_parse_gib, metavar="GIB", help="with --vram")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="with --file or --size")
     parser.add_argument("--replicas", type=int, metavar="N", help="1 unless given")
     parser.add_argument(
@@ -156,7 +156,15 @@ def explain(options: Options) -> str:
     return command_line.as_json(row) if options["json"] else _explanation_text(row)
 
 
+def _check_plan_options(options: Options) -> None:
+    if options["disk"] is not None and options["vram"] is None:
+        raise CommandError("--disk: only with --vram")
+    if options["context"] is not None and options["file"] is None and options["size"] is None:
+        raise CommandError("--context: only with --file or --size; a defined model has a context size")
+
+
 def plan(options: Options) -> str:
+    _check_plan_options(options)
     body: dict[str, Any] = {"replicas": options["replicas"], "nodes": options["node"]}
     if options["rule"] is not None:
         body["rule"] = _parse_rule(options["rule"])
@@ -165,7 +173,7 @@ def plan(options: Options) -> str:
     elif options["file"] is not None or options["size"] is not None:
         body["file"] = _file_field(options["file"], options["size"], options["context"])
     else:
-        body["need"] = {"vram": options["vram"], "disk": options["disk"]}
+        body["need"] = {"vram": options["vram"], "disk": options["disk"] or 0}
     if options["selector"]:
         body["selector"] = dict(options["selector"])
     checked = PlacementPlanRequestSerializer(data=body)

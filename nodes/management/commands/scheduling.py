@@ -13,6 +13,9 @@ from nodes.models import ModelSchedulingConfig, RoutePolicy
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 
+_CLUSTER_POLICY = "default"
+"""Word for no policy of the rule's own."""
+
 
 class Command(VerbCommand):
     """The command; its subcommands are the verbs."""
@@ -21,7 +24,8 @@ class Command(VerbCommand):
 
     def add_verbs(self, add: AddVerb) -> None:
         add("list", list_rules, "List the rules, and what the last pass made of each.")
-        _add_rule_arguments(add("set", set_rule, "Set the rule of a model; what is not given is cleared."))
+        text = "Set the rule of a model; what is not given is cleared, except for routing."
+        _add_rule_arguments(add("set", set_rule, text))
         add("delete", delete_rule, "Delete the rule of a model.", ("model", {"metavar": "MODEL"}))
 
 
@@ -39,7 +43,9 @@ def _add_rule_arguments(parser: CommandParser) -> None:
         help="only on nodes with this label; repeatable",
     )
     parser.add_argument(
-        "--route-policy", choices=RoutePolicy.values, help="how requests choose among replicas"
+        "--route-policy",
+        choices=[*RoutePolicy.values, _CLUSTER_POLICY],
+        help=f"how requests choose among replicas; {_CLUSTER_POLICY}: as the cluster's setting says",
     )
 
 
@@ -80,14 +86,15 @@ def list_rules(options: Options) -> str:
 
 
 def set_rule(options: Options) -> str:
-    """Set the rule. Its routing thresholds stay unchanged."""
+    """Set the rule. Its routing thresholds stay unchanged, and its policy if none is given."""
+    policy = options["route_policy"]
     rule = Rule(
         options["model"],
         node_selector=dict(options["label"]),
         min_replicas=options["min"],
         max_replicas=options["max"],
         spread_all=options["spread"],
-        route_policy=options["route_policy"],
+        route_policy="" if policy == _CLUSTER_POLICY else policy,
     )
     row = store.set_rule(rule, clock.now())
     return command_line.as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"

@@ -552,6 +552,11 @@ class TestCommandLine:
         with pytest.raises(CommandError, match="MODEL"):
             run("plan")
 
+    def test_options_that_a_plan_does_not_use_are_refused(self) -> None:
+        for arguments in (("m", "--context", "8192"), ("m", "--disk", "5"), ("--size", "5", "--disk", "5")):
+            with pytest.raises(CommandError, match=f"{arguments[-2]}: only with"):
+                run("plan", *arguments)
+
     def test_it_reads_as_text(self) -> None:
         node = hot.node("a", available_vram=20 * GIB)
         hot.replica(node, "m")

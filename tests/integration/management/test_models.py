@@ -77,6 +77,13 @@ def test_an_edit_of_a_files_model_says_that_the_file_stays() -> None:
     )
 
 
+def test_an_edit_without_a_change_stores_no_copy_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy would come into force when the file is deleted."""
+    monkeypatch.setenv("EDITOR", "true")
+    assert run("edit", "file") == "file: not changed\n"
+    assert store.find("file") is None
+
+
 def test_a_definition_is_disabled_enabled_and_removed() -> None:
     assert run("disable", "m") == "m: disabled\n"
     assert run("enable", "m") == "m: enabled\n"
@@ -92,6 +99,8 @@ def test_a_definition_is_disabled_enabled_and_removed() -> None:
         (("show", "nope"), "no such definition"),
         (("edit", "nope", "--set", "context_size=1"), "no definition of nope"),
         (("edit", "m", "--set", "context_size=x"), "context_size must be"),
+        (("edit", "m", "--set", "context_size=1", "--reason", "a\udcff"), "reason must not contain"),
+        (("edit", "m", "--set", "options=" + "[" * 100_000), "levels deep"),
         (("edit", "m", "-f", "/nope"), "/nope"),
         (("edit", "m", "-f", "/"), "/"),
         (("restore", "m", "7"), "no revision 7"),

@@ -51,6 +51,14 @@ def test_json_is_the_answer_of_the_api() -> None:
     assert json.loads(run("delete", "m", "--json")) == {"message": "scheduling rule deleted"}
 
 
+def test_a_rule_goes_back_to_the_clusters_route_policy() -> None:
+    """Routing fields that are not given stay."""
+    run("set", "m", "--route-policy", "prefix_cache")
+    assert json.loads(run("set", "m", "--min", "1", "--json"))["route_policy"] == "prefix_cache"
+    run("set", "m", "--route-policy", "default")
+    assert ModelSchedulingConfig.objects.get().route_policy == ""
+
+
 def test_nothing_says_so() -> None:
     assert run("list") == "no scheduling rules\n"
 
