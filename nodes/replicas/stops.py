@@ -152,7 +152,9 @@ def claim_due(limit: int, *, now: datetime) -> list[NodeModel]:
         (Q(phase=Phase.STOPPING) | is_departed) & (Q(next_stop_at__isnull=True) | Q(next_stop_at__lte=now))
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
-    is_left = Q(reason__in=_REASONS_WITHOUT_UNLOAD) | drains.has_no_operation()
+    # No operation stops a replica that controllers own: a running unload stops those that it has drained.
+    is_controllers = Q(owner_kind=OwnerKind.CONTROLLERS)
+    is_left = Q(reason__in=_REASONS_WITHOUT_UNLOAD) | is_controllers | drains.has_no_operation()
     rows = NodeModel.engines.filter(due, is_free, is_left).order_by("stop_attempts", "id")
     return claim_rows(
         rows, limit=limit, **engines.CONTROLLER_OWNER_COLUMNS, claimed_until=now + _CLAIM_DURATION

@@ -456,6 +456,34 @@ async def test_a_stop_that_an_unload_has_given_up_goes_on_while_the_unload_waits
     assert await in_thread(phases) == ["draining"], "the other one waits for its request"
 
 
+async def test_a_replica_that_came_up_during_an_unload_and_was_evicted_does_not_wait_for_the_unload() -> None:
+    """The unload waits for requests of the replicas that it drained, and does not stop a later one."""
+    node = await in_thread(hot.node)
+
+    def evicted_meanwhile() -> None:
+        hot.replica(node, in_flight=1)
+        wish = UnloadRequest("echo", Requester("anna"), node=node, grace=3600)
+        operation = unload_requests.unload(wish, now=clock.now()).operation
+        attempts.claim("c", now=clock.now(), lease=3600, limit=1)
+        with transaction.atomic():
+            drains.drain_for_unload(
+                "echo",
+                [node.pk],
+                index=None,
+                deadline=clock.now() + timedelta(hours=1),
+                operation_id=operation.id,
+                now=clock.now(),
+            )
+            later = hot.replica(node, index=1)
+            terminations.evict([later.pk], now=clock.now())
+
+    await in_thread(evicted_meanwhile)
+    bus = bus_of(node)
+    assert await Stopper(bus).run_pass() == 1
+    assert stops(bus, node) == [("echo#1", "127.0.0.1:50001")]
+    assert await in_thread(phases) == ["draining"]
+
+
 async def test_what_needs_no_worker_goes_on_without_the_bus() -> None:
     """Requests reach engines without it: a replica whose unload has ended must not wait for it."""
     node = await in_thread(hot.node)
