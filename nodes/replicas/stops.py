@@ -24,7 +24,8 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 from django.db import transaction
-from django.db.models import Case, Exists, F, OuterRef, Q, Value, When
+from django.db.models import Case, Exists, F, OuterRef, Q, Value, When, Window
+from django.db.models.functions import RowNumber
 
 from localai_cluster.kit import backoff, cancellation, clock, names
 from localai_cluster.kit.leases import claim_rows
@@ -50,6 +51,8 @@ POLL_EVERY = 5.0
 """Seconds between two passes without a wake-up."""
 AT_ONCE = 64
 """Maximum number of engines and drained nodes that are being stopped when a pass claims no more."""
+AT_ONCE_ON_NODE = 16
+"""Maximum number of engines of one node that controllers stop at once: its worker may hang."""
 _GATHER_SECONDS = 1.0
 """Seconds for which wake-ups are collected into one pass: nodes change more often than drains end."""
 _POLL_AFTER_STOP_SECONDS = 1.0
@@ -144,7 +147,8 @@ def _is_drained(now: datetime) -> Q:
 def claim_due(limit: int, *, now: datetime) -> list[NodeModel]:
     """Claim the engines whose stop is due, except those that an operation stops; return them.
 
-    First stops come before repeated ones, whose worker may hang.
+    First stops come before repeated ones, whose worker may hang. Running stops count toward the limit of
+    their node.
     """
     is_lost = Q(phase=Phase.DRAINING, owner_kind=OwnerKind.CONTROLLERS)
     is_departed = Q(phase=Phase.DEPARTED, node__status__in=_REACHABLE_STATUSES)
@@ -155,9 +159,15 @@ def claim_due(limit: int, *, now: datetime) -> list[NodeModel]:
     # No operation stops a replica that controllers own: a running unload stops those that it has drained.
     is_controllers = Q(owner_kind=OwnerKind.CONTROLLERS)
     is_left = Q(reason__in=_REASONS_WITHOUT_UNLOAD) | is_controllers | drains.has_no_operation()
-    rows = NodeModel.engines.filter(due, is_free, is_left).order_by("stop_attempts", "id")
+    rows = NodeModel.engines.filter(due, is_left).order_by("stop_attempts", "id")
+    running_first = Case(When(is_free, then=1), default=0)
+    place = Window(RowNumber(), partition_by="node_id", order_by=[running_first, "stop_attempts", "id"])
+    first_of_nodes = rows.order_by().annotate(place=place).filter(place__lte=AT_ONCE_ON_NODE)
     return claim_rows(
-        rows, limit=limit, **engines.CONTROLLER_OWNER_COLUMNS, claimed_until=now + _CLAIM_DURATION
+        rows.filter(is_free, pk__in=first_of_nodes.values("pk")),
+        limit=limit,
+        **engines.CONTROLLER_OWNER_COLUMNS,
+        claimed_until=now + _CLAIM_DURATION,
     )
 
 

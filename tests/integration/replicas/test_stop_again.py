@@ -141,6 +141,21 @@ def test_first_stops_come_before_repeated_ones() -> None:
     assert first.pk in {engine.id for engine in claimed}
 
 
+@pytest.mark.rule("R1.99", "C46")
+def test_one_node_never_takes_all_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker may hang, and each of its stops then takes until the time limit."""
+    monkeypatch.setattr(engine_stops, "AT_ONCE_ON_NODE", 2)
+    frozen, well, now = hot.node("frozen"), hot.node("well"), clock.now()
+    for number in range(6):
+        hot.replica(frozen, index=number, id=UUID(int=number + 1), **DUE)
+    later = hot.replica(well, id=UUID(int=99), **DUE)
+    claimed = engine_stops.claim_due(4, now=now)
+    assert [engine.pk for engine in claimed] == [UUID(int=1), UUID(int=2), later.pk]
+    assert engine_stops.claim_due(4, now=now) == []
+    engine_stops.record_failure(claimed[0], "it hangs", now=now)
+    assert [engine.pk for engine in engine_stops.claim_due(4, now=now)] == [UUID(int=3)]
+
+
 END_BLOCKED_SESSIONS = """SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE wait_event_type = 'Lock' AND datname = current_database()"""
 
