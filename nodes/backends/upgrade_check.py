@@ -321,12 +321,19 @@ def offered(entries: Collection[GalleryEntry], names: Collection[str]) -> dict[s
 
 
 async def read_offers() -> tuple[dict[str, Offered], Mapping[str, str], str]:
-    """Return offers for the installed backends, unreadable galleries, and the catalogue's fingerprint."""
+    """Return offers for the installed backends, unreadable galleries, and the catalogue's fingerprint.
+
+    An image that cannot be read keeps the digests of the last check that could read it.
+    """
     readings = await catalogue.read_all(node_commands.galleries())
     offer = await in_thread(catalogue.combine, readings, now=clock.now())
     offers = offered(offer.builds, await in_thread(_installed_names))
     image_uris = [entry.uri for entry in offers.values() if not entry.version and is_image(entry.uri)]
-    digests_by_uri = await image_digests(image_uris) if image_uris else {}
+    digests_by_uri: dict[str, tuple[str, ...]] = {}
+    if image_uris:
+        known_offers = await in_thread(upgrade_state.offers)
+        digests_by_uri = {known.uri: known.digests for known in known_offers.values()}
+        digests_by_uri |= await image_digests(image_uris)
     with_digests = {
         name: Offered(entry.version, entry.uri, digests_by_uri.get(entry.uri, ()))
         for name, entry in offers.items()

@@ -177,6 +177,32 @@ def test_an_image_is_compared_by_digest(gallery: Write, monkeypatch: pytest.Monk
     }
 
 
+@pytest.mark.rule("R6.34")
+def test_a_registry_that_cannot_be_read_once_hides_no_known_upgrade(
+    gallery: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests of an earlier check stay, as long as the gallery offers the same image."""
+    played: dict[str, tuple[str, ...]] = {IMAGE: (NEW,)}
+
+    async def read(uris: list[str]) -> dict[str, tuple[str, ...]]:
+        return {uri: played[uri] for uri in uris if uri in played}
+
+    monkeypatch.setattr(upgrade_check, "image_digests", read)
+    gallery(minilm={"uri": IMAGE})
+    keep(api.make_node("a"), minilm("", digest=OLD))
+    check()
+    known = upgrades()
+    assert known["minilm"]["available_digest"] == NEW
+    played.clear()
+    upgrade_state.request_check()
+    check()
+    assert upgrades() == known
+    gallery(minilm={"uri": IMAGE + "-2"})
+    upgrade_state.request_check()
+    check()
+    assert upgrades() == {}
+
+
 def test_a_hostile_gallery_ends_no_check(gallery: Write, tmp_path: Path) -> None:
     """Texts that no column can keep or has room for, and a reason that quotes one."""
     gallery(minilm="2\x00\u202e" + "x" * 1000, echo={"version": "1", "uri": "\x00" * 5000})
