@@ -70,7 +70,33 @@ def read_update(since: int | None) -> Update:
     return Update(False, missed.seq, missed.operations)
 
 
-_read_rows = database_sync_to_async(read_update)
+_next_reads: dict[int | None, "asyncio.Future[Update]"] = {}
+"""Reads that have not begun yet, by position: whoever comes to the position meanwhile shares the read."""
+
+
+def _begin_read(since: int | None) -> Update:
+    _next_reads.pop(since, None)
+    return read_update(since)
+
+
+_read_rows = database_sync_to_async(_begin_read)
+"""All reads run in one thread, one after another: 200 pages that come back at once need one snapshot."""
+
+
+async def _read_shared(since: int | None) -> Update:
+    """Return the update of a read that begins after this call."""
+    reading = _next_reads.get(since)
+    if reading is None:
+        reading = _next_reads[since] = asyncio.ensure_future(_read_rows(since))
+        reading.add_done_callback(functools.partial(_forget_read, since))
+    return await asyncio.shield(reading)
+
+
+def _forget_read(since: int | None, reading: "asyncio.Future[Update]") -> None:
+    if _next_reads.get(since) is reading:  # it could not begin
+        del _next_reads[since]
+    if not reading.cancelled():
+        reading.exception()  # all readers may have gone
 
 
 def gather_seconds(update_age: float, has_gap: bool) -> float:
@@ -132,7 +158,7 @@ class Cursor:
         return fresh[-1] - self._seq != len(fresh)
 
     async def _read(self, since: int | None) -> Update:
-        update = await _read_rows(since)
+        update = await _read_shared(since)
         self._seq = update.seq
         return update
 

@@ -1,6 +1,7 @@
 """When a cursor tells what has come: at once after a quiet moment, else together with what follows."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -76,3 +77,35 @@ async def test_changes_that_follow_closely_or_out_of_order_are_told_together(
     await gathering.wait()
     one.receive(11, {"seq": 11})
     assert [change["seq"] for change in (await told).operations] == [11, 12]
+
+
+async def test_readers_at_one_position_share_the_next_read_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All pages come back at once after a restart. A read that has begun may lack the newest change."""
+    begun, going_on, positions = threading.Event(), threading.Event(), list[int | None]()
+
+    def read(since: int | None) -> Update:
+        positions.append(since)
+        begun.set()
+        assert going_on.wait(60)
+        return Update(True, len(positions), [])
+
+    async def first_update(since: int | None) -> int:
+        updates = Cursor().updates(since)
+        update = await anext(updates)
+        await updates.aclose()
+        return update.seq
+
+    monkeypatch.setattr(topics, "read_update", read)
+    early = asyncio.create_task(first_update(None))
+    await asyncio.to_thread(begun.wait, 60)
+    late = [asyncio.create_task(first_update(since)) for since in (None, None, 7, None)]
+    impatient = asyncio.create_task(first_update(None))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    going_on.set()
+    assert await early == 1
+    assert await asyncio.gather(*late) == [2, 2, 3, 2]
+    assert positions == [None, None, 7]
+    assert (await asyncio.gather(impatient, return_exceptions=True))[0].__class__ is asyncio.CancelledError
