@@ -220,9 +220,11 @@ class DefinitionView(_DefinitionRoute):
         stored but `shadowed`: the file stays in force.
         """
         fields = validate_body(shapes.DefinitionEditSerializer, request)
-        former = _text_of(name)
+        row, former = store.find(name), _text_of(name)
         text = fields["text"] if "text" in fields else edit.apply_changes(former, fields["changes"])
-        return Response(self.save(request, name, text, fields))
+        # Without a revision of the caller's: a definition that is deleted now would come back.
+        read = {"revision": row.revision if row is not None else 0}
+        return Response(self.save(request, name, text, read | fields))
 
     @describe(
         "definition_delete",

@@ -122,6 +122,8 @@ def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any])
         value = parameters.get(name)
         if value is None:
             continue
+        if kind is float and isinstance(value, str) and _EXPONENT_PATTERN.fullmatch(value):
+            value = float(value)
         if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
             warnings.append(f"`parameters.{name}` is not a number and is ignored")
         elif not -(2**31) <= value < 2**31:
@@ -403,7 +405,13 @@ def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
 def _check_list(key: str, value: object, kind: type) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(item, str) == (kind is str) for item in value):
         raise UnusableDefinition(f"`{key}` is not a list of {'texts' if kind is str else 'numbers'}")
-    return [item if kind is str else _check_value(key, item, kind) for item in value]
+    return [_check_value(key, item, kind) for item in value]
+
+
+_EXPONENT_PATTERN = re.compile(r"[-+]?\d{1,20}(\.\d{0,20})?[eE][-+]?\d{1,3}", re.ASCII)
+"""A number such as `1e6`: for Go's YAML, and so for LocalAI, a number, for ours a text."""
+_LARGEST_FLOAT = 3.4e38
+"""Numbers of `ModelOptions` have single precision."""
 
 
 def _check_value(key: str, value: object, kind: type) -> Any:
@@ -411,17 +419,22 @@ def _check_value(key: str, value: object, kind: type) -> Any:
     if kind is str and isinstance(value, bool):
         return "on" if value else "off"
     if kind is str and isinstance(value, int | float | str):
+        if "\0" in str(value):
+            raise UnusableDefinition(f"`{key}` has the character U+0000")
         return str(value)
+    if kind is float and isinstance(value, str) and _EXPONENT_PATTERN.fullmatch(value):
+        value = float(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise UnusableDefinition(f"`{key}` is out of range") from None
+        if abs(value) > _LARGEST_FLOAT:
+            raise UnusableDefinition(f"`{key}` is out of range")
+        return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise UnusableDefinition(
             f"`{key}` is not {'a switch' if kind is bool else 'a number' if kind is not str else 'a text'}"
         )
     if isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise UnusableDefinition(f"`{key}` is out of range")
+    if isinstance(value, float) and not abs(value) <= _LARGEST_FLOAT:  # also NaN
         raise UnusableDefinition(f"`{key}` is out of range")
     return value
 

@@ -193,11 +193,14 @@ class Folder:
     async def file_lists(self, definitions: Sequence[Definition]) -> list[list[tuple[str, int]]]:
         """Return path and size of the files of each model; [] if the files cannot be read in time."""
         key = ("files", *((definition.name, definition.revision) for definition in definitions))
-        with suppress(OSError):  # also a TimeoutError
-            return await self._reads.call(
-                key, lambda: [files_of(self.path, definition) for definition in definitions]
-            )
+        with suppress(TimeoutError):
+            return await self._reads.call(key, lambda: list(map(self._files_of, definitions)))
         return [[] for _ in definitions]
+
+    def _files_of(self, definition: Definition) -> list[tuple[str, int]]:
+        with suppress(OSError):
+            return files_of(self.path, definition)
+        return []
 
     async def total_sizes(self, definitions: Sequence[Definition]) -> list[int]:
         """Return the bytes of all files of each model, a few seconds old; 0 if they cannot be read."""

@@ -5,6 +5,7 @@ record of its import (`recorded_files.py`); without a record its size is unknown
 a caller at most ten seconds (C37), and one thread per model, however often callers retry.
 """
 
+import errno
 import logging
 import os
 import re
@@ -182,11 +183,17 @@ def without_side_files(names: Sequence[str]) -> list[str]:
     return sorted(all_names - sides)
 
 
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors for a path that names no file: it may be another value of the definition."""
+
+
 def _stat_file(path: Path) -> Iterator[tuple[str, int]]:
     try:
         status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return
+        raise
     if stat.S_ISREG(status.st_mode):
         yield str(path), status.st_size
 
@@ -263,7 +270,8 @@ class Sizes:
     async def of(self, definition: Definition) -> ModelFiles:
         """Measure a model's files within the time limit; all sizes are 0 if the folder fails (R2.40)."""
         try:
-            return await self._calls.call(definition.name, self._measure, definition)
+            key = (definition.name, definition.revision)
+            return await self._calls.call(key, self._measure, definition)
         except TimeoutError:
             logger.warning(
                 "The files of %s could not be measured within %g s; its need counts as unknown",

@@ -205,7 +205,13 @@ def _add_revision(row: ModelDefinition, actor: str, reason: str, now: datetime) 
 def restore(
     name: str, number: int, *, actor: str, origin: str, now: datetime, expected_revision: int | None = None
 ) -> ModelDefinition:
-    """Save the text of an earlier revision as the newest revision; raise NotFound if it does not exist."""
+    """Save the text of an earlier revision as the newest revision; raise NotFound if it does not exist.
+
+    Without `expected_revision` the definition must not change meanwhile: a deleted one would come back.
+    """
+    row = find(name)
+    if expected_revision is None and row is not None:
+        expected_revision = row.revision
     revision = revisions_of(name).filter(number=number).first()
     if revision is None:
         raise NotFound(f"model {name} has no revision {number}")

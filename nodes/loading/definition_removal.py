@@ -37,7 +37,8 @@ _MAX_SHOWN_NAMES = 100
 def request_removal(name: str, *, by: Requester, with_files: bool = False, now: datetime) -> Admission:
     """Create the operation that deletes the stored definition, or join the active one.
 
-    Raises NotFound, and Conflict for a model that only a file defines, or that is being loaded or unloaded.
+    Raises NotFound, and Conflict for a model that only a file defines, that is being loaded or unloaded, or
+    that is being deleted without the files that this caller wants to delete.
     """
     row, file = store.find(name), store.file_of(name)
     if row is None:
@@ -65,6 +66,11 @@ def request_removal(name: str, *, by: Requester, with_files: bool = False, now: 
         ),
         now=now,
     )
+    if with_files and not admission.operation.payload["files"]:
+        raise errors.Conflict(
+            f"{name} is being deleted without its files; delete them as unused files afterwards",
+            field="files",
+        )
     if admission.created and not file:
         because = f"deletion of its definition asked for by {by.actor}"
         record_unload(name, admission.operation.id, because=because, node_id=None, index=None, now=now)

@@ -152,10 +152,14 @@ def _selector(question: PlanRequest) -> Selector:
 
 
 def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
-    """Yield the hypothetical nodes with unused names and ids, and with the labels that the registry sets."""
+    """Yield the hypothetical nodes with unused names and ids, and with the labels that the registry sets.
+
+    A node's memory is that of one GPU.
+    """
     kinds = (group for group in groups for _ in range(group.count))
     for number, kind in enumerate(kinds, 1):
         vram, disk = int(kind.vram_gib * GIB), int(kind.disk_gib * GIB)
+        gpus = frozenset({(0, vram)} if vram else ())
         node = BackendNode(
             name=f"(new {number})", total_vram=vram, max_replicas_per_model=kind.max_replicas_per_model
         )
@@ -171,8 +175,12 @@ def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
             slots=kind.max_replicas_per_model,
             labels=frozenset((auto_labels(node) | dict(kind.labels)).items()),
             available_vram=vram,
+            most_vram=vram,
+            card_vram=vram,
             total_disk=disk,
             available_disk=disk,
+            gpus=gpus,
+            gpu_totals=gpus,
         )
 
 

@@ -179,9 +179,14 @@ def set_pinned(model_name: str, pinned: bool, now: datetime) -> None:
     A rule without any other content is deleted. Raises Conflict for a rule with one replica on every node.
     """
     with transaction.atomic():
-        row = _rules_of(model_name).select_for_update().first() or ModelSchedulingConfig(
-            model_name=model_name
-        )
+        row = _lock_rule(model_name)
+        if row is None and not pinned:
+            return
+        while row is None:
+            # Two writers of the first rule: the second one must see what the first one has set.
+            empty = ModelSchedulingConfig(model_name=model_name, created_at=now, updated_at=now)
+            ModelSchedulingConfig.objects.bulk_create([empty], ignore_conflicts=True)
+            row = _lock_rule(model_name)
         if row.spread_all and not pinned:
             raise Conflict("its scheduling rule requires a replica on every matching node; change the rule")
         if row.spread_all or (row.min_replicas > 0) is pinned:
@@ -192,6 +197,10 @@ def set_pinned(model_name: str, pinned: bool, now: datetime) -> None:
             set_rule(rule, now)
         else:
             delete_rule(model_name, now)
+
+
+def _lock_rule(model_name: str) -> ModelSchedulingConfig | None:
+    return _rules_of(model_name).select_for_update().first()
 
 
 def find_rule(model_name: str) -> Row | None:

@@ -383,6 +383,18 @@ class TestPlan:
         only = planned(model="m", selector={"x": "y"}, nodes=[{"count": 1, "labels": {"x": "y"}}])
         assert only["decisions"][0]["hypothetical"] is True
 
+    @pytest.mark.parametrize("policy", ["fit", "require"])
+    @pytest.mark.parametrize(("gib", "cards", "placed"), [(24, 1, 1), (24, 4, 0), (0, 1, 0)])
+    def test_an_added_node_has_one_gpu_of_its_memory(
+        self, models: Path, settings: Any, policy: str, gib: int, cards: int, placed: int
+    ) -> None:
+        """An engine that takes a share of each GPU fits on as many GPUs as it uses, and on none without."""
+        settings.CLUSTER = dataclasses.replace(settings.CLUSTER, vram_policy=policy)
+        text = f"name: v\nbackend: vllm\nparameters: {{model: v}}\ntensor_parallel_size: {cards}\n"
+        (models / "v.yaml").write_text(text)
+        answer = planned(model="v", nodes=[{"count": 1, "vram_gib": gib}])
+        assert answer["placed"] == (1 if policy == "fit" and not gib else placed)
+
     def test_null_is_the_same_as_nothing(self) -> None:
         """Also where the field has a check of its own."""
         nothing = {"model": None, "need": None, "nodes": None, "selector": None, "rule": None}

@@ -80,6 +80,22 @@ def test_a_restored_revision_is_a_new_one() -> None:
         store.restore("m", 9, actor="bob", origin="editor", now=clock.now())
 
 
+def test_a_definition_that_is_deleted_meanwhile_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = save()
+    save(TEXT + "context_size: 5\n")
+    genuine = store.revisions_of
+
+    def deleted_meanwhile(name: str) -> Any:
+        found = list(genuine(name))
+        store.remove(name, id=row.id, now=clock.now())
+        return ModelDefinition.objects.get(pk=row.pk).revisions.filter(pk__in=[one.pk for one in found])
+
+    monkeypatch.setattr(store, "revisions_of", deleted_meanwhile)
+    with pytest.raises(Conflict):
+        store.restore("m", 1, actor="bob", origin="editor", now=clock.now())
+    assert store.find("m") is None
+
+
 def test_old_revisions_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_REVISIONS", 2)
     for size in range(1, 5):

@@ -69,6 +69,15 @@ def left(models: Path) -> list[str]:
     return sorted(path.relative_to(models).as_posix() for path in models.rglob("*") if path.is_file())
 
 
+def test_a_deletion_without_files_is_not_joined_by_one_with_files(models: Path) -> None:
+    """It would report success, and the files would stay."""
+    save()
+    request(files=False)
+    with pytest.raises(errors.Conflict, match="without its files"):
+        request(files=True)
+    assert not request(files=False).created
+
+
 def test_the_replicas_go_first_then_the_row_and_the_files(models: Path) -> None:
     save()
     node = hot.node()

@@ -112,6 +112,34 @@ def test_a_slash_is_part_of_a_name_but_of_no_engine(write: Callable[..., Path], 
             parse_definition(PLAIN | {"backend": backend}, "x.yaml")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("options", ["a\0b"]),
+        ("tokenizer", "a\0b"),
+        ("rope_freq_base", float("nan")),
+        ("rope_freq_base", float("inf")),
+        ("rope_freq_base", 1e300),
+        ("rope_freq_base", 10**300),
+        ("lora_scales", [float("nan")]),
+    ],
+)
+def test_values_that_no_engine_can_get_are_refused(key: str, value: object) -> None:
+    """They would fail after the files were sent and the engine has started."""
+    with pytest.raises(UnusableDefinition, match=f"`{key}` (is out of range|has the character)"):
+        parse_definition(PLAIN | {key: value}, "x.yaml")
+
+
+def test_numbers_with_an_exponent_are_numbers_as_for_localai(write: Callable[..., Path]) -> None:
+    """PyYAML reads `1e6` as a text, since YAML 1.1 wants a point and a sign."""
+    text = "name: m\nbackend: b\nrope_freq_base: 1e6\nparameters: {model: m, temperature: 1e-1}\n"
+    definition = read_definition(write("x.yaml", text))
+    assert definition.options["RopeFreqBase"] == 1e6
+    assert definition.generation.defaults == {"temperature": 0.1}
+    with pytest.raises(UnusableDefinition, match="`rope_freq_base` is out of range"):
+        read_definition(write("x.yaml", text.replace("1e6", "1e99")))
+
+
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 DOCUMENTS = (
     SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=8), SCALARS, max_size=4)

@@ -21,6 +21,7 @@ from nodes.definitions.headers import Header, Tensor, UnreadableHeader, read_con
 from nodes.definitions.sizes import ModelFiles, Sizes, measure, with_file_paths
 from nodes.loading.files_in_use import FilesInUse
 from nodes.placement import fit, memory
+from tests.support.definitions import PLAIN
 
 GIB = 2**30
 TEXT, LIST, U8, U32, I32, F32, U64 = 8, 9, 0, 4, 5, 6, 10
@@ -439,6 +440,37 @@ def test_a_folder_that_hangs_costs_one_thread_and_the_time_limit(
     assert asyncio.run(scenario()) == ModelFiles(weights=5)
     assert looks == ["m"]
     assert sizes.MEASURE_LIMIT == 10
+
+
+def test_two_texts_of_one_name_have_sizes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preview of another text is measured beside the load of the stored one."""
+    both = threading.Barrier(2)
+
+    def slow(folder: Path, definition: Definition) -> ModelFiles:
+        both.wait(60)
+        return ModelFiles(weights=len(definition.model))
+
+    monkeypatch.setattr(sizes, "measure", slow)
+    measured = Sizes(tmp_path, limit=60)
+    texts = [parse_definition(PLAIN | {"parameters": {"model": model}}, "x") for model in ("a", "abc")]
+
+    async def scenario() -> list[ModelFiles]:
+        return await asyncio.gather(*map(measured.of, texts))
+
+    assert [files.weights for files in asyncio.run(scenario())] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "other", ["loop.gguf", "n" * 300], ids=["a loop of links", "a name that is too long"]
+)
+def test_a_path_that_cannot_be_a_file_counts_as_none(tmp_path: Path, other: str) -> None:
+    (tmp_path / "loop.gguf").symlink_to("loop.gguf")
+    (tmp_path / "m.gguf").write_bytes(b"12345")
+    definition = parse_definition(PLAIN | {"parameters": {"model": "m.gguf"}, "tokenizer": other}, "x")
+    assert sizes.measure(tmp_path, definition).weights == 5
+    assert [size for _, size in sizes.files_of(tmp_path, definition)] == [5]
 
 
 @pytest.mark.rule("R2.40")

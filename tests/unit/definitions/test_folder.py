@@ -41,6 +41,29 @@ def find(folder: Folder, name: str) -> Definition | None:
     return asyncio.run(folder.find(name))
 
 
+def test_a_file_that_cannot_be_examined_hides_no_sizes_of_other_models(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        write(f"{name}.yaml", PLAIN | {"name": name, "parameters": {"model": name}})
+        (tmp_path / name).write_bytes(b"12345")
+    genuine = sizes.files_of
+
+    def files_of(folder: Path, definition: Definition) -> list[tuple[str, int]]:
+        if definition.name == "one":
+            raise PermissionError(errno.EACCES, "denied")
+        return genuine(folder, definition)
+
+    monkeypatch.setattr("nodes.definitions.folder.files_of", files_of)
+
+    async def scenario() -> list[list[tuple[str, int]]]:
+        folder = Folder(tmp_path)
+        definitions = [await folder.find("one"), await folder.find("two")]
+        return await folder.file_lists([one for one in definitions if one is not None])
+
+    assert asyncio.run(scenario()) == [[], [(str(tmp_path / "two"), 5)]]
+
+
 def test_files_that_are_no_definitions_are_told_from_those_that_are_gone(
     write: Callable[..., Path], tmp_path: Path
 ) -> None:
