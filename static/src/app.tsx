@@ -20,8 +20,7 @@ const queries = new QueryClient({
     queries: {
       // Without a network a request fails at once; it does not wait for the network.
       networkMode: "always",
-      // The feed reports changes; nothing is fetched again without one.
-      staleTime: 30_000,
+      // A page that opens shows what is known and reads it again: nobody has listened to the feed for it meanwhile.
       refetchOnWindowFocus: false,
       retry: (failures, error) => failures < 2 && error instanceof ApiError && (error.status === 0 || error.status >= 500),
     },

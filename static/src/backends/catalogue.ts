@@ -13,7 +13,6 @@ export function useCatalogue(): UseQueryResult<Catalogue> {
   return useQuery({
     queryKey: ["backends", "catalogue"],
     queryFn: () => call(client.GET("/api/backends", { params: { query: { page: 1, items: 9999, sort: "name", order: "asc" } } })),
-    staleTime: 5 * 60_000,
   });
 }
 

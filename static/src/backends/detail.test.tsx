@@ -33,11 +33,12 @@ afterEach(() => {
   vi.restoreAllMocks();
 });
 
-async function open(name = "echo", ...operations: Operation[]) {
+async function open(name = "echo", ...operations: Operation[]): Promise<LiveStore> {
   const store = show(new LiveStore(), node("a", { models: [model("chat", 0, { backend_type: "echo" })] }), node("b"));
   store.push({ type: "operations.snapshot", seq: 1, operations });
   await waitFor(() => expect(store.read().operations.size).toBe(operations.length));
   stage(store, createMemoryRouter([{ path: "/app/backends/:name", element: <BackendPage /> }], { initialEntries: [`/app/backends/${name}`] }));
+  return store;
 }
 
 const panel = async (name: string) => within(await screen.findByRole("region", { name }));
@@ -70,6 +71,15 @@ it("lists its nodes with version, digest, size and what differs, and acts on the
   expect(nodes.getByText("Actions apply to 1 selected node")).toBeTruthy();
   fireEvent.click(screen.getByRole("button", { name: "Upgrade…" }));
   expect(screen.getByRole("dialog", { name: "Upgrade echo on b" })).toBeTruthy();
+});
+
+it("acts on no other node when the selected one is gone", async () => {
+  const store = await open();
+  fireEvent.click((await panel("Nodes")).getByRole("checkbox", { name: "Select b" }));
+  store.push({ type: "nodes.delta", cursor: "e:2", changed: [], removed: ["b"] });
+  expect(await screen.findByText("Actions apply to 0 selected nodes")).toBeTruthy();
+  fireEvent.click(screen.getByRole("button", { name: "Upgrade…" }));
+  expect(screen.queryByRole("dialog")).toBeNull();
 });
 
 it("shows which build each kind of node gets, and why (worker.md 18.4)", async () => {

@@ -97,6 +97,7 @@ function Shown({ name, row, offers, work, capabilities }: Found): ReactNode {
   const [offer] = offers;
   const places = row?.places ?? [];
   const chosen = places.filter(({ node }) => selection.ids.has(node.id)).map(({ node }) => node);
+  const refusal = lostSelection(selection, chosen);
   const change = (verb: Verb, usual: readonly LiveNode[]) => setOpenChange({ verb, backends: [{ name, nodes: chosen.length > 0 ? chosen : usual }] });
   const install = () => {
     byName(name);
@@ -105,7 +106,7 @@ function Shown({ name, row, offers, work, capabilities }: Found): ReactNode {
   return (
     <>
       <PageHead title={name} named {...(offer === undefined ? {} : { note: summary(offer.description) })}>
-        {row?.isSystem === false && <Changes name={name} row={row} onChange={change} />}
+        {row?.isSystem === false && <Changes name={name} row={row} refusal={refusal} onChange={change} />}
         {offer !== undefined && (
           <Button kind={row === undefined ? "primary" : "plain"} onClick={install}>
             Install…
@@ -131,7 +132,7 @@ interface PlacesProps {
 }
 
 function Places({ name, row, selection, chosen }: PlacesProps): ReactNode {
-  const scope = chosen === 0 ? "Actions apply to all nodes. Select nodes to limit them" : `Actions apply to ${count(chosen, "selected node")}`;
+  const scope = selection.ids.size === 0 ? "Actions apply to all nodes. Select nodes to limit them" : `Actions apply to ${count(chosen, "selected node")}`;
   return (
     <Panel title="Nodes" aside={!row.isSystem && <span className="muted">{scope}</span>}>
       <div className="table-scroll">
@@ -150,20 +151,33 @@ function Places({ name, row, selection, chosen }: PlacesProps): ReactNode {
   );
 }
 
-function Changes({ name, row, onChange }: { name: string; row: Row; onChange: (verb: Verb, usual: readonly LiveNode[]) => void }): ReactNode {
+/** The actions stay those of the selection when what was selected goes: a press must not act on all instead. */
+function lostSelection({ ids }: Selection, chosen: readonly LiveNode[]): string {
+  return ids.size > 0 && chosen.length === 0 ? "The selected nodes no longer have it" : "";
+}
+
+interface ChangesProps {
+  name: string;
+  row: Row;
+  /** Why no action is possible now; "" if there is no such reason. */
+  refusal: string;
+  onChange: (verb: Verb, usual: readonly LiveNode[]) => void;
+}
+
+function Changes({ name, row, refusal, onChange }: ChangesProps): ReactNode {
   const nodes = row.places.map(({ node }) => node);
   return (
     <>
       {row.upgrade !== null && (
-        <Button kind="primary" onClick={() => onChange("upgrade", outdated(row))}>
+        <Button kind="primary" refusal={refusal} onClick={() => onChange("upgrade", outdated(row))}>
           Upgrade…
         </Button>
       )}
       <Menu
         name={`More actions for ${name}`}
         items={[
-          { label: "Reinstall…", refusal: row.byAddress ? FROM_ADDRESS : "", onSelect: () => onChange("reinstall", nodes) },
-          { label: "Delete…", danger: true, onSelect: () => onChange("delete", nodes) },
+          { label: "Reinstall…", refusal: row.byAddress ? FROM_ADDRESS : refusal, onSelect: () => onChange("reinstall", nodes) },
+          { label: "Delete…", danger: true, refusal, onSelect: () => onChange("delete", nodes) },
         ]}
       />
     </>

@@ -20,8 +20,10 @@ export function useInstalled(): UseQueryResult<InstalledData> {
     // A list read at a revision is at least as new as it; the previous lists stay until it is there.
     queryKey: ["backends", "installed", revision],
     placeholderData: keepPreviousData,
-    queryFn: async () => {
-      const [installed, upgrades] = await Promise.all([call(client.GET("/backends")), call(client.GET("/api/backends/upgrades"))]);
+    // The lists of a thousand nodes at each revision would fill the memory of the browser.
+    gcTime: 0,
+    queryFn: async ({ signal }) => {
+      const [installed, upgrades] = await Promise.all([call(client.GET("/backends", { signal })), call(client.GET("/api/backends/upgrades", { signal }))]);
       return { installed, upgrades };
     },
   });

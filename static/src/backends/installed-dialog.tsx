@@ -237,7 +237,7 @@ function Stops({ node, backends, named }: { node: LiveNode; backends: readonly s
   return (
     <span className={models.length === 0 ? "muted" : ""}>
       {named && <>{backends.join(", ")}: </>}
-      {models.length === 0 ? "no replica stops" : `${count(models.length, "replica")} with ${count(requests, "request")} in flight stop: `}
+      {models.length === 0 ? "no replica stops" : `${count(models.length, "replica")} with ${count(requests, "request")} in flight ${models.length === 1 ? "stops" : "stop"}: `}
       {models.map((model, index) => (
         <span key={model.id}>
           {index > 0 && ", "}

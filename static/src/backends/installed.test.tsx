@@ -61,7 +61,7 @@ it("a question names the nodes and what stops there; nothing is sent before (E52
   fireEvent.click(await screen.findByRole("button", { name: "Delete echo…" }));
   const dialog = screen.getByRole("dialog", { name: "Delete echo on 2 nodes" });
   const lines = within(dialog).getByRole("list", { name: "Nodes" });
-  expect(lines.textContent).toContain("1 replica with 2 requests in flight stop: chat #0");
+  expect(lines.textContent).toContain("1 replica with 2 requests in flight stops: chat #0");
   expect(lines.textContent).toContain("no replica stops");
   expect(client.POST).not.toHaveBeenCalled();
   fireEvent.click(within(dialog).getByRole("button", { name: "Delete 2 nodes" }));

@@ -113,7 +113,6 @@ export function usePlan(question: PlanQuestion | null): UseQueryResult<Plan> {
     queryKey: ["placement", "plan", form, file?.name, file?.size, file?.lastModified],
     queryFn: async ({ signal }) => call(client.POST("/api/placement/plan", { body: await fullBody(form, file), signal, ...patient })),
     enabled: question !== null,
-    staleTime: 0,
     gcTime: 0,
     retry: false,
   });

@@ -119,6 +119,10 @@ describe("a conversation", () => {
     expect(talk.read()).toMatchObject({ draft: "First", editing: true });
     talk.leaveEdit();
     expect(talk.read()).toMatchObject({ draft: "", editing: false });
+    talk.set({ draft: "A long thought" });
+    talk.edit();
+    talk.leaveEdit();
+    expect(talk.read(), "what was typed is not lost").toMatchObject({ draft: "A long thought", editing: false });
     talk.edit();
     sendMessage("Second");
     await until("done");

@@ -35,6 +35,8 @@ export class Conversation {
   private resting = false;
   private control = new AbortController();
   private lastId = 0;
+  /** What was in the field when the edit of a question began. */
+  private draftBefore = "";
   /** Earliest time of a retry, in ms of this page. */
   private notBefore = 0;
 
@@ -60,7 +62,7 @@ export class Conversation {
     if (this.busy || draft.trim() === "" || model === "") return;
     this.lastId += 1;
     const previousTurns = editing ? turns.slice(0, -1) : turns;
-    this.change({ draft: "", editing: false });
+    this.leaveEdit();
     this.begin(previousTurns, { id: this.lastId, question: draft });
   }
 
@@ -74,11 +76,15 @@ export class Conversation {
   /** Puts the last question into the field; what is sent next replaces it. */
   edit(): void {
     const last = this.chat.turns.at(-1);
-    if (last !== undefined && !this.busy) this.change({ draft: last.question, editing: true });
+    if (last === undefined || this.busy || this.chat.editing) return;
+    this.draftBefore = this.chat.draft;
+    this.change({ draft: last.question, editing: true });
   }
 
+  /** Puts back what was in the field before the edit. */
   leaveEdit(): void {
-    this.change({ draft: "", editing: false });
+    this.change({ draft: this.draftBefore, editing: false });
+    this.draftBefore = "";
   }
 
   readonly stop = (): void => this.control.abort();
@@ -86,6 +92,7 @@ export class Conversation {
   /** Clears the messages; model and settings stay. */
   clear(): void {
     this.stop();
+    this.draftBefore = "";
     this.change({ turns: [], draft: "", editing: false });
   }
 

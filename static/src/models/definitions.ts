@@ -67,7 +67,6 @@ export function useDefinition(name: string): UseQueryResult<DefinitionDetail> {
   return useQuery({
     queryKey: [...ONE, name],
     queryFn: ({ signal }) => call(client.GET("/api/definitions/{name}", { params: { path: { name } }, signal })),
-    staleTime: 0,
   });
 }
 
@@ -81,7 +80,6 @@ export function useRevisions(name: string, items: number = REVISIONS_STEP): UseQ
     queryKey: [...ONE, name, "revisions", items],
     placeholderData: keepPreviousData,
     queryFn: async ({ signal }) => (await call(client.GET("/api/definitions/{name}/revisions", { params: { path: { name }, query: { items } }, signal }))).revisions,
-    staleTime: 0,
   });
 }
 
@@ -96,7 +94,6 @@ export function usePreview(name: string, revision: number, edit: Edit | null): U
     queryFn: ({ signal }) => call(client.POST("/api/definitions/preview", { body: { ...(name === "" ? {} : { name }), ...edit }, signal })),
     enabled: edit !== null,
     placeholderData: keepPreviousData,
-    staleTime: 0,
     gcTime: 0,
     retry: false,
   });

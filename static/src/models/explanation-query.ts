@@ -29,7 +29,6 @@ export function useExplained(model: string, version: string): UseQueryResult<Exp
       requestedModel.current = version;
       return call(client.GET("/api/models/{model}/explain", { params: { path: { model } }, signal }));
     },
-    staleTime: 0,
   });
   const { isFetching, refetch } = query;
   useEffect(() => {

@@ -3,7 +3,7 @@ import { useQuery } from "@tanstack/react-query";
 import type { ReactNode } from "react";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
-import { bytes } from "../lib/format";
+import { bytes, count } from "../lib/format";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
@@ -29,7 +29,6 @@ function Fits({ model }: { model: string }): ReactNode {
   const { data, error, isFetching, isPending, refetch } = useQuery({
     queryKey: ["models", "memory", model],
     queryFn: ({ signal }) => call(client.GET("/api/placement/fit/{model}", { params: { path: { model } }, signal })),
-    staleTime: 0,
   });
   const retry = () => void refetch();
   return (
@@ -117,7 +116,7 @@ export function Memory({ memory, name, need }: MemoryProps): ReactNode {
       <p className="muted anywhere">{terms === "" ? "The parts of the memory need are not known." : `Needs: ${terms}.`}</p>
       {source !== "" && <p className="muted">{source}</p>}
       {memory.nodes.length > 0 && <Table name={`Memory for ${name}`} columns={FITS} rows={memory.nodes} rowId={({ node_id }) => node_id} rowName={({ node }) => node} />}
-      {rest > 0 && <p className="muted">{rest} more nodes are not shown.</p>}
+      {rest > 0 && <p className="muted">{count(rest, "more node is", "more nodes are")} not shown.</p>}
     </div>
   );
 }

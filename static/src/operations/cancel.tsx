@@ -88,6 +88,7 @@ function Effects({ effect }: { effect: Effect }): ReactNode {
           {named(effect.stock)}: a stock LocalAI worker cannot be stopped. It continues, and its result is discarded.
         </li>
       )}
+      {effect.others && <li>The operation stops. What it has done stays.</li>}
       {effect.waiting > 0 && <li>{count(effect.waiting, "node")} not started: no command is sent.</li>}
     </>
   );
@@ -101,7 +102,9 @@ interface QuestionProps {
 
 function CancelQuestion({ operations, first, onClose }: QuestionProps): ReactNode {
   const nodes = useLive((state) => state.nodes);
-  const cancellable = operations.filter((operation) => isActive(operation) && operation.cancellable);
+  // Those that the question is about: what starts meanwhile was not asked about.
+  const [asked] = useState(() => new Set(operations.filter(isCancellable).map(({ jobID }) => jobID)));
+  const cancellable = operations.filter((operation) => asked.has(operation.jobID) && isCancellable(operation));
   const cancellation = useAction(
     () => cancelAll(cancellable),
     (counts) => {
@@ -112,7 +115,7 @@ function CancelQuestion({ operations, first, onClose }: QuestionProps): ReactNod
   const effect = effectOf(cancellable.flatMap(targetsOf), nodes);
   const title =
     operations.length > 1 ? (
-      `Cancel ${count(operations.length, "operation")}`
+      `Cancel ${count(asked.size, "operation")}`
     ) : (
       <>
         Cancel {phrase(first, stateOf(first)).replace(/^./, (letter) => letter.toLowerCase())} <bdi>{first.name}</bdi> {placeOf(first)}
@@ -130,20 +133,27 @@ function CancelQuestion({ operations, first, onClose }: QuestionProps): ReactNod
   );
 }
 
+function isCancellable(operation: Operation): boolean {
+  return isActive(operation) && operation.cancellable;
+}
+
 interface Effect {
   /** Names of nodes with a worker of ours that may be at it. */
   ours: string[];
   stock: string[];
+  /** True if something stops that is no work on a backend of a known node, such as an import or a load. */
+  others: boolean;
   waiting: number;
   done: number;
 }
 
 /** The consequence of a cancellation for each target. A stock worker has no secret of its own; ours always has. */
 export function effectOf(targets: readonly Target[], nodes: ReadonlyMap<string, Pick<LiveNode, "weak_identity">>): Effect {
-  const effect: Effect = { ours: [], stock: [], waiting: 0, done: 0 };
+  const effect: Effect = { ours: [], stock: [], others: false, waiting: 0, done: 0 };
   for (const target of targets) {
     if (ENDED.has(target.status)) effect.done += target.status === "success" ? 1 : 0;
     else if (WAITING.has(target.status)) effect.waiting += 1;
+    else if (!target.job.isBackend || !nodes.has(target.nodeID)) effect.others = true;
     else if (nodes.get(target.nodeID)?.weak_identity === false) effect.ours.push(target.name);
     else effect.stock.push(target.name);
   }

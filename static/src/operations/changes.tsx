@@ -63,7 +63,6 @@ function useAudit(filters: Filters) {
     initialPageParam: 0,
     getNextPageParam: (page) => page.nextCursor,
     placeholderData: keepPreviousData,
-    staleTime: 0,
   });
 }
 

@@ -105,7 +105,6 @@ function useRecord(filters: Filters) {
     initialPageParam: "",
     getNextPageParam: (page) => page.nextCursor,
     placeholderData: keepPreviousData,
-    staleTime: 0,
   });
   const last = useLive(lastEnd);
   useChange(last, () => setNewer(true));

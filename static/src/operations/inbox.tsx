@@ -89,11 +89,12 @@ interface BulkProps {
 
 function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
   const retrying = useRetry();
-  const [isAsking, setIsAsking] = useState(false);
+  /** The operations that the question is about: others may fail while it is open. */
+  const [asked, setAsked] = useState<ReadonlySet<string> | null>(null);
   // The buttons stay those of the selection when what was selected goes: a press must not act on all instead.
   const chosenFailures = chosen ?? failures;
   const selectionText = chosen === null ? `all (${failures.length})` : `selected (${chosen.length})`;
-  const possible = chosenFailures.filter(canRetry);
+  const possible = chosenFailures.filter((failure) => canRetry(failure) && asked?.has(failure.jobID) !== false);
   const refusal = chosenFailures.length === 0 ? "The selected failures are no longer in the inbox" : "";
   return (
     <>
@@ -109,7 +110,7 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
           />
           Select all
         </label>
-        <Button small busy={retrying.busy} refusal={refusal || (possible.length === 0 ? "None of these can be retried" : "")} onClick={() => (chosen === null ? setIsAsking(true) : retrying.run(possible))}>
+        <Button small busy={retrying.busy} refusal={refusal || (possible.length === 0 ? "None of these can be retried" : "")} onClick={() => (chosen === null ? setAsked(new Set(possible.map(({ jobID }) => jobID))) : retrying.run(possible))}>
           Retry {selectionText}
           {chosen === null && "…"}
         </Button>
@@ -118,14 +119,14 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
         </Button>
       </div>
       <Problem error={retrying.error} onDismiss={retrying.forget} />
-      {isAsking && (
+      {asked !== null && (
         <Confirm
           open
-          onClose={() => setIsAsking(false)}
+          onClose={() => setAsked(null)}
           title={`Retry ${count(possible.length, "operation")}`}
           action={`Retry ${count(possible.length, "operation")}`}
           onConfirm={() => {
-            setIsAsking(false);
+            setAsked(null);
             retrying.run(possible);
           }}
         >

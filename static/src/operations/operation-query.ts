@@ -28,7 +28,6 @@ export function useOperation(id: string): LoadedOperation {
     queryFn: ({ signal }) => call(client.GET("/api/operations/{job_id}", { params: { path: { job_id: id } }, signal })),
     placeholderData: keepPreviousData,
     refetchInterval: ({ state }) => (waits(state.data) ? REFRESH_MS : false),
-    staleTime: 0,
   });
   const unknown = live === undefined && query.error instanceof ApiError && query.error.status === 404;
   return { operation: merged(query.data, live), unknown, query };

@@ -118,6 +118,16 @@ describe("a cancellation (UW27)", () => {
   it("says what each worker makes of it: only ours can be told to stop", () => {
     const targets = targetsOf(onMany("processing", BUSY, OVERDUE, ABSENT, { status: "success" }, RETRYING));
     const nodes = new Map([["n0", { weak_identity: false }], ["n1", { weak_identity: true }]]);
-    expect(effectOf(targets, nodes)).toEqual({ ours: ["gpu-0"], stock: ["gpu-1"], waiting: 2, done: 1 });
+    expect(effectOf(targets, nodes)).toEqual({ ours: ["gpu-0"], stock: ["gpu-1"], others: false, waiting: 2, done: 1 });
+  });
+
+  it("says nothing of workers where none works on a backend: an import, a node's drain, a node that is gone", () => {
+    const nodes = new Map([["n0", { weak_identity: true }]]);
+    const running = [
+      install("", { kind: "model_import", isBackend: false, nodeID: "", nodes: [] }),
+      install("n0", { kind: "node_drain", isBackend: false }),
+      install("gone"),
+    ];
+    for (const operation of running) expect(effectOf(targetsOf(operation), nodes)).toEqual({ ours: [], stock: [], others: true, waiting: 0, done: 0 });
   });
 });

@@ -25,7 +25,6 @@ export function Preview({ draft }: { draft: Draft }): ReactNode {
     queryFn: async ({ signal }) => (await call(client.POST("/api/placement/plan", { body: { rule: bodyOf(paused) }, signal }))) as RulePlan,
     enabled: isValid,
     placeholderData: keepPreviousData,
-    staleTime: 0,
     gcTime: 0,
     retry: false,
   });

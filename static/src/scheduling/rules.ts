@@ -201,7 +201,6 @@ export function useRules(): UseQueryResult<Rule[]> {
     queryKey: KEY,
     queryFn: ({ signal }) => call(client.GET("/api/nodes/scheduling", { signal })),
     placeholderData: keepPreviousData,
-    staleTime: 0,
   });
 }
 

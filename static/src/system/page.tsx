@@ -56,7 +56,6 @@ function useHealth() {
     queryKey: KEY,
     queryFn: ({ signal }) => call(client.GET("/api/system/health", { signal })),
     placeholderData: keepPreviousData,
-    staleTime: 0,
   });
 }
 

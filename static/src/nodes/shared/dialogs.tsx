@@ -220,7 +220,7 @@ function ReasonField({ value, onChange }: Omit<FieldProps, "problem">): ReactNod
 }
 
 function MinutesField({ value, onChange, problem }: FieldProps): ReactNode {
-  const description = "Leave empty for the server default (1 h). 0 = immediately.";
+  const description = "Leave empty for the server default. 0 = immediately.";
   return <TextField label="Deadline in minutes" value={value} onChange={onChange} description={description} problem={problem} numeric />;
 }
 
