@@ -271,5 +271,6 @@ def end_if_not_needed(operation: Operation, reason: str) -> Abandoned | None:
         return None
     request = request_of(operation)
     if request.is_scale_up:
-        return Abandoned(f"not possible in time ({request.reason}); {reason}")
+        cause = f" ({request.reason})" if request.reason else ""
+        return Abandoned(f"not possible in time{cause}; {reason}")
     return Abandoned(f"no request waits for it any more; {reason}")

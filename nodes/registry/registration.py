@@ -431,10 +431,13 @@ def _drop_unlisted_replicas(registered: Sequence[tuple[BackendNode, Registration
     for row in NodeModel.engines.filter(node_id__in=old) if old else ():
         rows[row.node_id].append(row)
     for node, registration in registered:
-        keep = [row.pk for row in rows[node.id] if _still_runs(row, registration, node.weak_identity)]
-        ended = [row.pk for row in rows[node.id] if _has_ended(row, registration, now)]
-        if len(keep) < len(rows[node.id]):
-            engines.depart(node.id, now=now, keep=keep, ended=ended)
+        if all(_still_runs(row, registration, node.weak_identity) for row in rows[node.id]):
+            continue
+        # The rows as they are now: a start may have been recorded since, and then its engine may start.
+        current = engines.lock_rows(NodeModel.engines.filter(node=node))
+        keep = [row.pk for row in current if _still_runs(row, registration, node.weak_identity)]
+        ended = [row.pk for row in current if _has_ended(row, registration, now)]
+        engines.depart(node.id, now=now, keep=keep, ended=ended)
 
 
 def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:

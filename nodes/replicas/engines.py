@@ -90,7 +90,7 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
     engines may still run. A row that has already departed keeps its deadline. The hooks are called once for
     each model of a node, with the index -1. Needs a transaction.
     """
-    rows = _lock_rows(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
+    rows = lock_rows(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     removed = {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present}
     over = [row for row in rows if row.phase in states.WITHOUT_ENGINE or row.pk in ended]
@@ -117,7 +117,7 @@ def forget_nodes(*node_ids: UUID) -> int:
 
     Needs a transaction.
     """
-    rows = _lock_rows(NodeModel.engines.filter(node_id__in=node_ids))
+    rows = lock_rows(NodeModel.engines.filter(node_id__in=node_ids))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     _delete(rows, {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present})
     return len(present)
@@ -129,7 +129,7 @@ def forget_departed(*, now: datetime) -> list[NodeModel]:
     if not overdue.exists():
         return []
     with transaction.atomic():
-        rows = _lock_rows(overdue)
+        rows = lock_rows(overdue)
         end_rows(rows)
     return rows
 
@@ -142,7 +142,7 @@ def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[s
     """
     held = Q(phase=Phase.SERVING) | Q(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
-        rows = _lock_rows(NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before))
+        rows = lock_rows(NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before))
         gone = [row for row in rows if not is_listed(running, row.process_key, row.address)]
         end_rows(gone)
     return [str(row) for row in gone]
@@ -165,7 +165,7 @@ def end_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]
     """
     slots = {slot for key in keys if (slot := split_process_key(key)) is not None}
     with transaction.atomic():
-        rows = _lock_rows(NodeModel.engines.filter(node_id=node_id, pk__in=among))
+        rows = lock_rows(NodeModel.engines.filter(node_id=node_id, pk__in=among))
         gone = [row for row in rows if (row.model_name, row.replica_index) in slots]
         end_rows(gone)
     return [str(row) for row in gone]
@@ -179,7 +179,7 @@ def end_at_address(address: str, *, node_id: UUID, new_engine_id: UUID) -> list[
     engine is over, because another engine may have its address since.
     """
     with transaction.atomic():
-        rows = _lock_rows(NodeModel.engines.filter(node_id=node_id, address=address))
+        rows = lock_rows(NodeModel.engines.filter(node_id=node_id, address=address))
         new = next((row for row in rows if row.pk == new_engine_id and row.phase == Phase.STARTING), None)
         began = new.started_at if new is not None else None
         former = [row for row in rows if row.started_at is None or (began and row.started_at < began)]
@@ -201,7 +201,7 @@ def confirm_end(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
             state__in=BEING_LOADED, vram_on_node=False, vram_needed__gt=0, node_id__in=mine.values("node_id")
         )
         stopping = Q(pk=engine_id, phase__in=(Phase.STOPPING, Phase.DEPARTED))
-        locked = {row.pk: row for row in _lock_rows(NodeModel.engines.filter(short | stopping))}
+        locked = {row.pk: row for row in lock_rows(NodeModel.engines.filter(short | stopping))}
         row = locked.pop(engine_id, None)
         if row is None:
             return False
@@ -247,7 +247,8 @@ def _release(rows: Sequence[NodeModel]) -> None:
     reserved_memory.release((row.node_id, row.vram_needed, row.created_at) for row in rows)
 
 
-def _lock_rows(rows: NodeModelQuerySet) -> list[NodeModel]:
+def lock_rows(rows: NodeModelQuerySet) -> list[NodeModel]:
+    """Lock these rows in the order of their ids, and return them. Needs a transaction."""
     return list(rows.order_by("id").select_for_update(of=("self",)))
 
 

@@ -49,6 +49,19 @@ def opened(screen: Screen, path: str) -> Page:
     return page
 
 
+def test_what_came_while_another_page_was_open_is_there_on_return(screen: Screen, models: Fleet) -> None:
+    """Nobody has listened to the feed for the list meanwhile."""
+    page = opened(screen, "/app/models")
+    expect(row(page, STORED)).to_have_count(1)
+    navigation = page.get_by_role("navigation").first
+    navigation.get_by_role("link", name="Nodes").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Nodes")
+    copy = f"{STORED}-copy"
+    assert models.post("/api/definitions", {"text": TEXT.format(name=copy)}).status_code == 201
+    navigation.get_by_role("link", name="Models").click()
+    expect(row(page, copy)).to_have_count(1)
+
+
 @pytest.mark.rule("UI-8.1", "UI-8.2", "UI-8.4", "UI-9.7")
 def test_a_model_is_found_loaded_on_a_node_and_unloaded(screen: Screen, models: Fleet) -> None:
     page = opened(screen, f"/app/models?q={FILED}")

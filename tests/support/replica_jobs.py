@@ -55,7 +55,7 @@ from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DeleteModel, UnloadModel, UnloadRequest
 from operations.executor import work as executor_work
-from operations.executor.work import Postpone, WakeUps, Work
+from operations.executor.work import Abandoned, Postpone, WakeUps, Work
 from operations.ledger import admission, attempts
 from operations.ledger.admission import Requester
 from operations.models import Event, Operation
@@ -153,6 +153,10 @@ class Cluster:
         except (ClusterError, Postpone, CommandFailed) as error:
             failure = str(error) or "failed"
             self.world.note(f"  {failure}")
+        except Abandoned as reason:
+            self.world.note(f"  {reason}")
+            call(attempts.finish, *attempt, Event.CANCEL, now=clock.now(), message=str(reason))
+            return
         if failure and self.world.are_faults_on and operation.attempts < 2 and is_load:
             until = clock.now() + timedelta(seconds=1)
             call(attempts.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
@@ -171,7 +175,7 @@ class Cluster:
         before, failure = left(), None
         try:
             yield
-        except (ClusterError, Postpone, CommandFailed) as error:
+        except (ClusterError, Postpone, CommandFailed, Abandoned) as error:
             failure = error
         stays = before & left()
         assert not stays, f"nobody moves these on: {stays}"

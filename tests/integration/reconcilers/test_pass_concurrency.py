@@ -27,6 +27,7 @@ from nodes.models import (
 from nodes.reconcilers.liveness import Limits, Plan, apply
 from nodes.registry import lifecycle
 from nodes.registry.registration import Running
+from nodes.replicas import slots
 from nodes.replicas.engines import SERVING_COLUMNS
 from nodes.replicas.slots import Slot, reserve
 from tests.support.fleet import (
@@ -193,6 +194,28 @@ def everything_told_is_consistent() -> None:
         pairs = [(one.status_after, other.status_before) for one, other in itertools.pairwise(events)]
         assert all(before == following for before, following in pairs), [str(event) for event in events]
         assert events[-1].status_after == node.status
+
+
+def test_a_start_that_is_recorded_while_its_node_registers_keeps_its_row() -> None:
+    """The list of processes is from before the start, so the engine may start afterwards (R1.34)."""
+    node = approved("w1", secret=own_secret("w1"))
+    (view,) = read_fleet("m")
+    owner = attempt("m:1")
+    slot = reserve(view, "m", attempt=owner, backend="b", now=NOW)
+    assert isinstance(slot, Slot)
+
+    def registered() -> None:
+        register("w1", secret=own_secret("w1"), running_processes=[], now=later(1))
+
+    thread = threading.Thread(target=lambda: at_once(registered))
+    with transaction.atomic():
+        assert slots.start(slot, attempt=owner, now=NOW)
+        thread.start()
+        waiting()
+    thread.join()
+    assert NodeModel.engines.get(pk=slot.id).phase == "departed", "a controller stops what may start"
+    node.refresh_from_db()
+    assert kinds(node)[-1] == "registered"
 
 
 def test_silence_against_the_beat_that_comes_after_all() -> None:
