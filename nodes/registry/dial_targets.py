@@ -16,11 +16,11 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
+from threading import Lock
 from typing import Any
 from uuid import UUID
 
@@ -44,10 +44,17 @@ NEXT_ADDRESS_AFTER = 2.0
 """Seconds after which a connection attempt moves on to the next IP address of a host name."""
 _KEEP_SECONDS = 5.0
 """Seconds for which an idle HTTP connection is kept, as by httpx."""
-LOOKUP_TIMEOUT = 2.0
-"""Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread."""
-_LOOKUP_THREADS = ThreadPoolExecutor(4, "lookup")
+LOOKUP_TIMEOUT = 6.0
+"""Seconds for which the check of an engine's address waits for the resolver; it blocks a database thread.
+
+Resolvers usually ask the next name server after five seconds.
+"""
+_LOOKUP_THREADS = ThreadPoolExecutor(32, "lookup")
 """Separate threads for lookups: a resolver that hangs must not block the threads of the database."""
+_lookups: dict[str, "Future[_LookupResult]"] = {}
+"""The lookups under way by host. A host has one at most, so that one that hangs takes one thread."""
+_lookups_lock = Lock()
+_LookupResult = Sequence[tuple[Any, ...]] | OSError
 _MAX_STORED_CHARACTERS = 200
 """Maximum characters stored of a refused address, because a worker may send an arbitrarily long one."""
 
@@ -270,9 +277,10 @@ async def resolve(target: addresses.Address, name: str) -> list[str]:
     """
     if addresses.is_ip_address(target.host):
         return [target.host]
-    loop = asyncio.get_running_loop()
-    lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
-    results = await loop.run_in_executor(_LOOKUP_THREADS, lookup)
+    # Shielded: the lookup goes on for the others that wait for it.
+    results = await asyncio.shield(asyncio.wrap_future(_start_lookup(target.host)))
+    if isinstance(results, OSError):
+        raise results
     try:
         return _permitted_addresses(target.host, results, name)
     except AddressRefused as refusal:
@@ -288,18 +296,37 @@ def _record_barred(name: str, address: str, cause: str) -> None:
 
 
 def _check_lookup(target: addresses.Address, name: str) -> None:
-    """Raise AddressRefused if the name resolves to a barred address.
+    """Raise AddressRefused if the name resolves to a barred address, or if the lookup does not end in time.
 
     A name that cannot be resolved is accepted; the connection fails later.
     """
     if addresses.is_ip_address(target.host):
         return
-    lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
     try:
-        results = _LOOKUP_THREADS.submit(lookup).result(LOOKUP_TIMEOUT)
-    except (OSError, TimeoutError):
-        return
-    _permitted_addresses(target.host, results, name)
+        results = _start_lookup(target.host).result(LOOKUP_TIMEOUT)
+    except TimeoutError:
+        raise AddressRefused(
+            f"the host {target.host} of node {name} was not resolved within {LOOKUP_TIMEOUT:.0f} s"
+        ) from None
+    if not isinstance(results, OSError):
+        _permitted_addresses(target.host, results, name)
+
+
+def _start_lookup(host: str) -> "Future[_LookupResult]":
+    """Start a lookup of the host, or join the one that is under way."""
+    with _lookups_lock:
+        lookup = _lookups.get(host)
+        if lookup is None:
+            lookup = _lookups[host] = _LOOKUP_THREADS.submit(_look_up, host)
+            lookup.add_done_callback(lambda _: _lookups.pop(host, None))
+    return lookup
+
+
+def _look_up(host: str) -> _LookupResult:
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error
 
 
 def _permitted_addresses(host: str, results: Sequence[tuple[Any, ...]], name: str) -> list[str]:

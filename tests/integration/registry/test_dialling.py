@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import socket
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -240,6 +241,49 @@ def test_an_engine_at_a_name_that_leads_to_a_metadata_service_is_refused(
     assert (event.cause, event.detail) == (reason, {"replied": "gpu-1.example:50053"})
     lead_to(monkeypatch, "10.0.0.7")
     assert dial_targets.accept_replied_address(node.id, "gpu-1.example:50053", now=NOW)
+
+
+class HangingResolver:
+    """A resolver that answers for `slow.example` only when it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.released = threading.Event()
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, host: str, *_: Any, **__: Any) -> list[tuple[Any, ...]]:
+        self.asked.append(host)
+        if host == "slow.example":
+            self.released.wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 0))]
+
+
+def test_an_engine_at_a_name_whose_lookup_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name server could otherwise answer too late for the check, and in time for the connection."""
+    node = api.make_node("gpu-1", address="slow.example:50051")
+    monkeypatch.setattr(dial_targets, "LOOKUP_TIMEOUT", 0.01)
+    resolver = HangingResolver(monkeypatch)
+    try:
+        reason = refused(node.id, "slow.example:50053")
+    finally:
+        resolver.released.set()
+    assert "was not resolved within" in reason
+    assert NodeEvent.objects.get(kind="address_refused").cause == reason
+
+
+async def test_lookups_that_hang_do_not_delay_those_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that wait for one name share one lookup, also after one of them has given up."""
+    resolver, slow = HangingResolver(monkeypatch), addresses.parse("slow.example:80")
+    waiting = [asyncio.create_task(dial_targets.resolve(slow, "gpu-2")) for _ in range(8)]
+    try:
+        async with asyncio.timeout(10):
+            found = await dial_targets.resolve(addresses.parse("gpu-1.example:80"), "gpu-1")
+        waiting.pop().cancel()
+    finally:
+        resolver.released.set()
+    assert found == ["10.0.0.7"]
+    assert await asyncio.gather(*waiting) == [["10.0.0.7"]] * 7
+    assert sorted(resolver.asked) == ["gpu-1.example", "slow.example"]
 
 
 async def test_the_addresses_of_a_name_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
