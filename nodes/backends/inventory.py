@@ -33,10 +33,10 @@ from nodes.commands.commands import LIST_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
+from nodes.placement.memory import CLOCK_TOLERANCE
 from nodes.registry import mass_silence
 from nodes.replicas.engines import end_unlisted
 from nodes.replicas.evidence import Running
-from nodes.replicas.reserved_memory import CLOCK_TOLERANCE
 from operations.changes import events
 from operations.executor.work import in_thread
 from operations.models import storable

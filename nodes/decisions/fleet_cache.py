@@ -25,6 +25,7 @@ from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, PhaseReason
 from nodes.placement.choose import ANY_NODE, Candidate, Decision, Selector
 from nodes.placement.explain import FleetView
 from nodes.placement.memory import (
+    CLOCK_TOLERANCE,
     NEVER,
     FreeByGpu,
     MemoryReading,
@@ -63,7 +64,7 @@ class _Replica(NamedTuple):
 
     def is_in_reading(self, read_at: datetime | None) -> bool:
         """Return True if the node's memory reading, of time `read_at`, shows the memory of this replica."""
-        return self.loaded_at is not None and read_at is not None and self.loaded_at <= read_at
+        return is_in_reading(self.loaded_at, read_at)
 
     @property
     def occupies_slot(self) -> bool:
@@ -85,7 +86,16 @@ def reservation(
 ) -> Reservation:
     """Return the reservation of a replica, from the columns in `RESERVATION_COLUMNS`."""
     shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
-    return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
+    shown_at = None if loaded_at is None else loaded_at + CLOCK_TOLERANCE
+    return Reservation(needed, seen, seen_at or NEVER, shown_at, shares)
+
+
+def is_in_reading(loaded_at: datetime | None, read_at: datetime | None) -> bool:
+    """Return True if a memory reading of time `read_at` shows an engine that was loaded at `loaded_at`.
+
+    Of two times by the clocks of two machines the order is known only if they are far enough apart.
+    """
+    return loaded_at is not None and read_at is not None and loaded_at + CLOCK_TOLERANCE <= read_at
 
 
 def effectively_free_bytes(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:

@@ -23,8 +23,10 @@ that does not report its GPUs counts as a whole.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
+CLOCK_TOLERANCE = timedelta(seconds=1)
+"""Assumed maximum difference between the clocks of two machines."""
 SPLIT_OVERHEAD = 512 * 2**20
 """Bytes that each GPU of a split load needs in addition, for contexts, buffers and indivisible layers."""
 
@@ -169,7 +171,10 @@ class MemoryReading:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The bytes that one load needs, the reading by which it was placed, and the time of its publication."""
+    """The bytes that one load needs, the reading by which it was placed, and the time of its publication.
+
+    A reading from `loaded_at` on must show all of its memory, so callers add `CLOCK_TOLERANCE`.
+    """
 
     needed: int
     seen: int

@@ -23,6 +23,7 @@ from localai_cluster.kit.transactions import committed
 from localai_cluster.messaging.messages import split_process_key
 from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
+from nodes.placement.memory import CLOCK_TOLERANCE
 from nodes.replicas import hooks, reserved_memory, states
 from nodes.replicas.evidence import Running, is_listed
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
@@ -279,7 +280,7 @@ def _credit_freed_memory(
     """
     if gone.loaded_at is None or stop_sent is None:
         return
-    until = stop_sent - reserved_memory.CLOCK_TOLERANCE
+    until = stop_sent - CLOCK_TOLERANCE
     freed = {gpu["index"]: gpu["bytes"] for gpu in gone.gpus}
     affected_loads = [row for row in loads if row.vram_seen_at and gone.loaded_at < row.vram_seen_at < until]
     for row in affected_loads:

@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -25,16 +25,23 @@ from nodes.models import BackendNode, NodeModel, Phase
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
-from nodes.placement.memory import FreeByGpu, Reservation, add_freed_memory, fill_gpus, total_bytes
+from nodes.placement.memory import (
+    CLOCK_TOLERANCE,
+    FreeByGpu,
+    Reservation,
+    add_freed_memory,
+    fill_gpus,
+    total_bytes,
+)
 from operations.changes import events
 
 log = logging.getLogger(__name__)
 
-CLOCK_TOLERANCE = timedelta(seconds=1)
-"""Assumed maximum difference between the clocks of two machines."""
 _ZERO_BYTES = Value(0, BigIntegerField())
 _UNREAD_FILTER = (
-    Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
+    Q(loaded_at__isnull=True)
+    | Q(node__vram_read_at__isnull=True)
+    | Q(loaded_at__gt=F("node__vram_read_at") - CLOCK_TOLERANCE)
 )
 
 
@@ -211,8 +218,7 @@ def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
     others = NodeModel.engines.filter(node=node).values_list("phase", "loaded_at", "gpus")
     return all(
         phase == Phase.SERVING
-        and loaded_at is not None
-        and loaded_at <= read_at
+        and fleet_cache.is_in_reading(loaded_at, read_at)
         and gpus
         and used
         and not {gpu["index"] for gpu in used} & set(gpus)

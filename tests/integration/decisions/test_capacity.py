@@ -241,6 +241,23 @@ async def test_the_end_of_a_replica_gives_nothing_back_that_a_reading_has_cleare
     assert await sync_to_async(free)(node) == 12 * GB
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.51")
+async def test_a_reading_from_about_the_time_of_a_publication_may_lack_the_engines_memory(
+    database: Pool,
+) -> None:
+    """A web process dates the reading, a controller the publication: their clocks may differ by a second."""
+    node = await sync_to_async(api.make_node)(available_vram=16 * GB, total_vram=16 * GB)
+    slot = await sync_to_async(begun)(node, "m", 10 * GB)
+    assert slot is not None
+    await sync_to_async(published)(slot, "m:1")
+    loaded_at = (await NodeModel.objects.aget()).loaded_at
+    assert loaded_at is not None
+    for seconds, available, expected in ((0.5, 16, 6), (0.8, 6, 6), (1.0, 7, 7)):
+        await read(database, node, available * GB, loaded_at + timedelta(seconds=seconds))
+        assert await sync_to_async(free)(node) == expected * GB
+
+
 @pytest.mark.django_db
 @pytest.mark.rule("R2.43", "R2.32")
 def test_a_load_goes_on_without_the_memory_unless_it_is_required(caplog: pytest.LogCaptureFixture) -> None:
