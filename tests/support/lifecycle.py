@@ -1,11 +1,14 @@
 """The reference model of a node's life cycle: written by hand, not derived from the product's table."""
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from uuid import UUID
 
 TOKEN = ""
 """The value for a worker that knows only the shared token."""
+
+
+NEVER = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Node:
     deadline: datetime | None = None
     offline: str = ""
     unhealthy: datetime | None = None
+    answered: datetime = NEVER
+    """Time of its last answer on the bus."""
     label: str = ""
     replicas: int = 0
     busy: bool = False

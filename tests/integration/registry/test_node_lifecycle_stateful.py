@@ -429,8 +429,12 @@ class Fleet(RuleBasedStateMachine):
     # --- the cluster itself
 
     def looks_for_the_silent(self) -> None:
-        """The health pass, often after a while: who is silent goes offline, who was heard is well again."""
+        """The health pass, often after a while: the silent go offline, those that answer are well again."""
         now = self.tick(self.dice.choice([1, 20, 61]))
+        for node in self.nodes.values():
+            if self.dice.random() < 0.6:
+                node.answered = now
+                BackendNode.objects.filter(pk=node.id).update(inventory_at=now)
         limits = Limits(node=SILENCE, web=15)
         WebProcess.objects.update(seen_at=now)
         apply(plan_liveness(observe(), now, limits), now, limits)
@@ -441,7 +445,7 @@ class Fleet(RuleBasedStateMachine):
                 node.offline = "silent"
                 node.told.append(("fell_silent", "liveness"))
                 node.drop()
-            elif node.unhealthy and node.seen > node.unhealthy:
+            elif node.unhealthy and min(node.seen, node.answered) > node.unhealthy:
                 node.unhealthy = None
                 node.told.append(("marked_healthy", "liveness"))
 

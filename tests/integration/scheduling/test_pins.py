@@ -9,7 +9,8 @@ from localai_cluster.kit import clock
 from nodes.models import ModelSchedulingConfig
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from tests.support.races import at_once, waiting
+from tests.support.fleet import at_once
+from tests.support.races import waiting
 
 
 @pytest.mark.django_db(transaction=True)
