@@ -9,7 +9,7 @@ import functools
 import logging
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,12 +225,12 @@ class BackendStore:
         return next((rank for rank, token in enumerate(tokens) if token in folder), len(tokens))
 
 
-def remove_old_partials(folder: Path) -> None:
-    """Remove partial downloads that no install has resumed for a day. Raise OSError."""
+def remove_old_partials(folder: Path, in_use: Collection[Path] = ()) -> None:
+    """Remove partial downloads that are older than a day and not in use. Raise OSError."""
     cutoff = clock.now().timestamp() - PARTIAL_KEEP_SECONDS
     for path in folder.glob(f"{PARTIAL_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another install may have completed its file
-            if path.lstat().st_mtime < cutoff:
+            if path.lstat().st_mtime < cutoff and path not in in_use:
                 log.info("removing an old part of a download: %s", path.name)
                 path.unlink()
 

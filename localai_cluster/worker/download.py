@@ -129,6 +129,8 @@ class Downloads:
         self._served = served
         self._throttle = throttle
         self._slots = asyncio.Semaphore(PARALLEL_DOWNLOADS)
+        self.in_use: set[Path] = set()
+        """Partial files that are not removed, however old they are: running installs need them."""
 
     @property
     def is_full(self) -> bool:
@@ -141,7 +143,7 @@ class Downloads:
         Raise DownloadFailed, BadSource for an archive over the limit, DiskFull, WorkCancelled or OSError.
         Even after a cancellation, return only when no thread writes to the partial file.
         """
-        await asyncio.to_thread(remove_old_partials, archive.partial.parent)
+        await asyncio.to_thread(remove_old_partials, archive.partial.parent, self.in_use)
         try:
             async with self._slots:
                 with translate_disk_full(archive.partial.parent):
@@ -397,6 +399,8 @@ class Images:
             raise SourceError(f"{reference} has more than {MAX_ARCHIVE_BYTES} bytes")
         log.info("%s is %s: %d layers, %d bytes", reference, image.digest, len(layers), total)
         archives = {layer.digest: self._layer_archive(reference, layer, backend) for layer in layers}
+        partials = {archive.partial for archive in archives.values()}
+        self._downloads.in_use |= partials  # a single layer may take longer than partial files are kept
         try:
             await asyncio.to_thread(self._check_disk_space, archives.values(), total)
             done = 0
@@ -404,13 +408,15 @@ class Images:
                 show = _show_layer(on_bytes, done, total, f"{number}/{len(layers)} {reference}")
                 await self._downloads.fetch(archives[layer.digest], show, halt)
                 done += layer.size
-                await asyncio.to_thread(_touch_partials, archives.values())
+                await asyncio.to_thread(_touch_partials, partials)
                 failpoints.passed("worker.pull:layer")
         except BaseException as error:
             if halt.cancelled or isinstance(error, DiskFull):  # no later install resumes them
-                for archive in archives.values():
-                    archive.partial.unlink(missing_ok=True)
+                for partial in partials:
+                    partial.unlink(missing_ok=True)
             raise
+        finally:
+            self._downloads.in_use -= partials
         return PulledImage(image.digest, tuple(archives[layer.digest].partial for layer in image.layers))
 
     def _check_disk_space(self, archives: Iterable[Archive], total: int) -> None:
@@ -447,11 +453,11 @@ class Images:
         return Archive(name, sha256, partial, open_part, layer.size, "image")
 
 
-def _touch_partials(archives: Iterable[Archive]) -> None:
-    """Touch the present partial files: each download removes those that have not changed for a day."""
-    for archive in archives:
+def _touch_partials(partials: Iterable[Path]) -> None:
+    """Touch the present partial files, so that the next install can resume them after a kill."""
+    for partial in partials:
         with contextlib.suppress(FileNotFoundError):
-            os.utime(archive.partial)
+            os.utime(partial)
 
 
 def _show_layer(on_bytes: OnBytes, before: int, total: int, label: str) -> OnBytes:

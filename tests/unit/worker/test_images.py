@@ -273,6 +273,34 @@ async def test_a_download_of_days_keeps_its_layers(setup: Setup, monkeypatch: py
     assert {path.name for path in (await setup.install()).iterdir()} >= {"run.sh", "b", "c"}
 
 
+async def test_a_layer_that_takes_days_keeps_those_before_it(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another install of the worker begins meanwhile, which removes partial files older than a day."""
+    setup.registry.push("a/one", [layer(RUN), layer(entry("b"))])
+    setup.registry.push("a/two", [layer(RUN)])
+    work = Installer(setup.store, (), Throttle(0), "default", setup.client, _unserved)
+    receive, others = download.Downloads._receive_body, []
+
+    async def install(name: str) -> None:
+        uri = f"oci://{setup.registry.host}/a/{name}"
+        await work.install(InstallSource(name, (), uri=uri), setup.ticks.append)
+
+    async def receive_for_days(self: download.Downloads, *arguments: Any) -> None:
+        parts = list(setup.store.backends.glob(f"{PARTIAL_PREFIX}*"))
+        if parts and not others:
+            others.append("two")
+            for path in parts:
+                os.utime(path, (0, 0))
+            await install("two")
+        await receive(self, *arguments)
+
+    monkeypatch.setattr(download.Downloads, "_receive_body", receive_for_days)
+    await install("one")
+    assert {path.name for path in (setup.store.backends / "one").iterdir()} >= {"run.sh", "b"}
+    assert setup.left_over() == ["one", "two"]
+
+
 async def test_a_full_disk_is_told_before_the_first_layer(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
