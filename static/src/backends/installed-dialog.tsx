@@ -101,7 +101,7 @@ export function ChangeDialog(props: DialogProps): ReactNode {
       <form className="stack" onSubmit={submit}>
         <Names nodes={fit.map(([node, names]) => [node, <Stops key={node.id} node={node} backends={names} named={backends.length > 1} />])} />
         <Skipped nodes={skipped.map(([node]) => node)} />
-        <Refused refused={outcome.refused} named={requested.length > 1} />
+        <Refused refused={outcome.refused} named={requested.length > 1} hasStarted={outcome.started.length > 0} />
         <Waits backends={backends} />
         <p>{EFFECT[verb]} Replicas that use the backend under another name, such as an alias, stop too. The next request for one of their models loads the model again.</p>
         {verb === "upgrade" && fit.length > 1 && (
@@ -158,12 +158,12 @@ function withoutRefused(backends: Change["backends"], refused: Outcome["refused"
 }
 
 /** The nodes that the server has refused; the button goes on with the others. */
-function Refused({ refused, named }: { refused: Outcome["refused"]; named: boolean }): ReactNode {
+function Refused({ refused, named, hasStarted }: { refused: Outcome["refused"]; named: boolean; hasStarted: boolean }): ReactNode {
   if (refused.size === 0) return null;
   return (
     <section className="problem" role="alert" aria-label="Refused">
       <div className="stack grow">
-        <strong>Nothing has started, because some nodes cannot run this action. Continue with the others?</strong>
+        <strong>{hasStarted ? "Some" : "Nothing has started, because some"} nodes cannot run this action. Continue with the others?</strong>
         <ul>
           {[...refused].flatMap(([backend, nodes]) =>
             nodes.map((node) => (

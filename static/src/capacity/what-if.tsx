@@ -35,7 +35,12 @@ export function WhatIfPage(): ReactNode {
       <Form form={form} file={file} busy={plan.isFetching} onChange={setForm} onFile={setFile} onSubmit={() => (submitted?.form === form && submitted.file === file ? void plan.refetch() : setSubmitted({ form, file }))} />
       {submitted !== null && plan.isPending && <Loading subject="the plan" />}
       <Problem error={plan.error} onRetry={() => void plan.refetch()} />
-      {plan.data !== undefined && plan.error === null && <Planned plan={plan.data} />}
+      {plan.data !== undefined && plan.error === null && !isBlank(form) && (
+        <>
+          {submitted?.form !== form && <p className="muted" role="status">The input has changed since this plan.</p>}
+          <Planned plan={plan.data} />
+        </>
+      )}
     </div>
   );
 }

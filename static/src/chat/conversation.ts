@@ -120,7 +120,9 @@ export class Conversation {
 
   /** True if the request was answered; it was not if the model is still being loaded. */
   private async answered(id: number, request: Parameters<typeof startStream>[0], signal: AbortSignal): Promise<boolean> {
-    this.answer(id, { sentAt: performance.now(), cold: loadedOf(this.store.read(), request.model) === 0 });
+    const live = this.store.read();
+    // Without the feed's nodes it is unknown, and the answer may say that the model is still being loaded.
+    this.answer(id, { sentAt: performance.now(), cold: live.nodesCursor !== null && loadedOf(live, request.model) === 0 });
     try {
       const { node, pieces } = await startStream(request, signal);
       this.answer(id, { node, loading: null });

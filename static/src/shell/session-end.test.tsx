@@ -16,14 +16,17 @@ const ADA = { id: "1", name: "ada", role: "admin", mustChangePassword: false } a
 const NO = { error: { error: "no" }, response: new Response(null, { status: 401 }) };
 
 let signedIn: Person | null;
+let store: LiveStore;
 const restart = vi.fn();
 
 beforeEach(() => {
   restart.mockClear();
+  vi.mocked(reloadPage).mockClear();
+  store = new LiveStore();
   vi.spyOn(client, "GET").mockImplementation((() => Promise.resolve({ data: { user: signedIn }, response: new Response() })) as never);
   render(
     <QueryClientProvider client={new QueryClient()}>
-      <LiveContext.Provider value={new LiveStore()}>
+      <LiveContext.Provider value={store}>
         <Tooltip.Provider>
           <SessionEnd user={ADA} onBack={restart} />
         </Tooltip.Provider>
@@ -77,5 +80,11 @@ it("begins anew for a person who comes back to a tab after another account has s
   signedIn = { ...ADA, id: "2", name: "bob" };
   expect(reloadPage).not.toHaveBeenCalled();
   document.dispatchEvent(new Event("visibilitychange"));
+  await vi.waitFor(() => expect(reloadPage).toHaveBeenCalledOnce());
+});
+
+it("begins anew if the feed is refused because another account has signed in elsewhere", async () => {
+  signedIn = { ...ADA, id: "2", name: "vera" };
+  store.lost("forbidden");
   await vi.waitFor(() => expect(reloadPage).toHaveBeenCalledOnce());
 });

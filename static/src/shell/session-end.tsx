@@ -95,11 +95,8 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   });
   useEffect(() => whenSignedOut((sentAt) => void check(sentAt)), [check]);
   const connection = useLive((state) => state.connection);
-  const setSession = useSetSession();
   useChange(connection, () => {
     if (connection === "signed-out") void check(performance.now());
-    // The permission may be gone: then the gate shows it.
-    if (connection === "forbidden") void fetchPerson().then((person) => person !== null && setSession(person), () => undefined);
   });
 }
 
@@ -109,12 +106,25 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
  */
 function useSomebodyElse(user: Person): void {
   const connection = useLive((state) => state.connection);
-  const compare = useCallback(() => void fetchPerson().then((person) => person !== null && person.id !== user.id && reloadPage(), () => undefined), [user.id]);
+  const setSession = useSetSession();
+  const compare = useCallback(
+    async (goOn: (person: Person) => void = () => undefined) => {
+      const person = await fetchPerson().catch(() => null);
+      if (person === null) return;
+      if (person.id === user.id) goOn(person);
+      else reloadPage();
+    },
+    [user.id],
+  );
   useChange(connection, (previous) => {
-    if (connection === "live" && previous === "stale") compare();
+    if (connection === "live" && previous === "stale") void compare();
+    // The permission may be gone: then the gate shows it.
+    if (connection === "forbidden") void compare(setSession);
   });
   useEffect(() => {
-    const comes = () => !document.hidden && compare();
+    const comes = () => {
+      if (!document.hidden) void compare();
+    };
     document.addEventListener("visibilitychange", comes);
     return () => document.removeEventListener("visibilitychange", comes);
   }, [compare]);

@@ -64,3 +64,17 @@ it("asks again with the feed's sign of life", async () => {
   store.push({ type: "alive", at: NOW });
   await screen.findByText("All systems operational");
 });
+
+it("lets a read end that takes longer than the time between two signs of life", async () => {
+  const store = open(WELL);
+  await screen.findByText("Some systems need attention");
+  let answer: (health: unknown) => void = () => undefined;
+  vi.mocked(api.call).mockReturnValueOnce(new Promise((resolve) => (answer = resolve)));
+  for (const expected of [1, 2]) {
+    store.push({ type: "alive", at: NOW });
+    await vi.waitFor(() => expect(store.read().beats).toBe(expected));
+  }
+  answer({ ...WELL, state: "error" });
+  await vi.waitFor(() => expect(screen.queryByText("Some systems need attention")).toBeNull());
+  expect(api.call).toHaveBeenCalledTimes(2);
+});

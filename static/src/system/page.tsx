@@ -49,7 +49,8 @@ function useHealth() {
   const queries = useQueryClient();
   const beats = useLive((state) => state.beats);
   const notices = useLive((state) => state.notices);
-  const refresh = () => void queries.invalidateQueries({ queryKey: KEY });
+  // A read that takes longer than a beat goes on: else none would end during an outage.
+  const refresh = () => void queries.invalidateQueries({ queryKey: KEY }, { cancelRefetch: false });
   useChange(beats, refresh);
   useChange(notices, refresh);
   return useQuery({

@@ -76,6 +76,14 @@ it("selects one row or all that can be selected", () => {
   expect(box("Select a").checked).toBe(false);
 });
 
+it("selects no rows that are not shown", () => {
+  const toggle = vi.fn();
+  const selection = { ids: new Set<string>(), toggle, clear: () => undefined };
+  render(<Table name="Things" columns={COLUMNS} rows={ROWS} rowId={rowId} rowName={rowId} selection={selection} first={2} />);
+  fireEvent.click(screen.getByRole("checkbox", { name: "Select all visible" }));
+  expect(toggle).toHaveBeenCalledExactlyOnceWith(["b10", "b9"]);
+});
+
 const opened: string[] = [];
 const open = ({ id }: Row) => opened.push(id);
 const noMenu = () => null;

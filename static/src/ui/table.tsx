@@ -34,8 +34,8 @@ interface TableProps<Row> extends Shared<Row> {
 export function Table<Row extends object>({ name, columns, rows, rowId, rowName, selection, first = Infinity, selectable = always, alike = Object.is, className = "" }: TableProps<Row>): ReactNode {
   const [limit, setLimit] = useState(first);
   const [sort, setSort] = useState<Sort | null>(null);
-  const ordered = sorted(rows, columns, sort, rowName, rowId);
-  const open = selection === undefined ? [] : rows.filter(selectable).map(rowId);
+  const visible = sorted(rows, columns, sort, rowName, rowId).slice(0, limit);
+  const open = selection === undefined ? [] : visible.filter(selectable).map(rowId);
   return (
     <>
       <table className={`table ${className}`} aria-label={name}>
@@ -43,7 +43,7 @@ export function Table<Row extends object>({ name, columns, rows, rowId, rowName,
           <Head columns={columns} sort={sort} onSort={setSort} check={selection && <SelectAll label="Select all visible" ids={open} selection={selection} />} />
         </thead>
         <tbody>
-          {ordered.slice(0, limit).map((row) => (
+          {visible.map((row) => (
             <PlainRow
               key={rowId(row)}
               {...{ row, columns, alike }}
