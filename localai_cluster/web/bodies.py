@@ -10,7 +10,6 @@ none remains on the disk when the process ends for any reason.
 
 import asyncio
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from django.core.files.uploadhandler import FileUploadHandler
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
-from localai_cluster.web import throttle, wire
+from localai_cluster.web import wire
 
 FIRST_PART_BYTES = 16 * 1024
 """Maximum bytes of a body that are read before its sender is authenticated."""
@@ -181,39 +180,22 @@ ADMITTED_BYTES = 64 * 1024
 """Size up to which a body is always admitted, because Django reads it before it knows the caller."""
 MAX_HELD_BYTES_BY_DJANGO = 64 * 1024 * 1024
 """Maximum bytes of all bodies above `ADMITTED_BYTES` that one process holds for Django."""
-_ADDRESSES_PER_BUDGET = 4
-"""Number of client addresses that use up the budget if each holds its whole share."""
 
 
 class BoundedBody:
     """ASGI middleware that limits the size of each body, and of all larger bodies together.
 
     `larger` has the paths that accept more than `MAX_DJANGO_BODY_BYTES`, with their limits. Raise Unavailable
-    if the larger bodies together, or those of one client address, exceed their limit. The callers are not
-    known yet: without the second limit one of them could exhaust the budget of all others.
+    if the larger bodies together exceed their limit.
     """
 
     def __init__(self, application: Any, larger: Mapping[str, int]) -> None:
         self._application, self._larger = application, larger
         self._budget = Budget(MAX_HELD_BYTES_BY_DJANGO)
-        self._held_by_address: Counter[str] = Counter()
-
-    def _hold(self, address: str, number: int) -> None:
-        """Add bytes to what the address holds, or subtract them. Clients without an address have no share."""
-        self._budget.held += number
-        if address:
-            self._held_by_address[address] += number
-            if not self._held_by_address[address]:
-                del self._held_by_address[address]
-
-    def _is_exceeded(self, address: str) -> bool:
-        share = self._budget.limit // _ADDRESSES_PER_BUDGET
-        return self._budget.is_exceeded or self._held_by_address[address] > share
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Process the request with a bounded body."""
         passed, counted, refused = 0, 0, False
-        address = throttle.counter_key(wire.client_of(scope))
         most = self._larger.get(scope.get("path", ""), MAX_DJANGO_BODY_BYTES) + _BYTES_ABOVE_LIMIT
 
         async def bounded() -> Any:
@@ -225,9 +207,9 @@ class BoundedBody:
                 return {**message, "body": b""}
             passed += len(message.get("body", b""))
             if passed > ADMITTED_BYTES:
-                self._hold(address, passed - counted)
+                self._budget.held += passed - counted
                 counted = passed
-                refused = self._is_exceeded(address)
+                refused = self._budget.is_exceeded
                 if refused:
                     return {"type": "http.disconnect"}  # Django then closes the received part of the body
             return message
@@ -237,7 +219,7 @@ class BoundedBody:
             if refused:
                 raise too_many_bodies()
         finally:
-            self._hold(address, -counted)
+            self._budget.held -= counted
 
 
 class Utf8Only:

@@ -33,13 +33,9 @@ CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 
 
 class Sender:
-    """A client that sends a body piece by piece; notes how many pieces were read before the answer began.
+    """A client that sends a body piece by piece; notes how many pieces were read before the answer began."""
 
-    One that `stops` sends all but the last piece, and disconnects when it is told to leave.
-    """
-
-    def __init__(self, body: bytes, *, stops: bool = False) -> None:
-        self._stops, self.stopped, self.leave = stops, asyncio.Event(), asyncio.Event()
+    def __init__(self, body: bytes) -> None:
         self._pieces = [body[start : start + PIECE] for start in range(0, len(body), PIECE)]
         self.read = 0
         self.read_before_answer = 0
@@ -47,7 +43,7 @@ class Sender:
         self.headers: Mapping[bytes, bytes] = {}
         self.body = b""
 
-    async def post(self, path: str, key: str, *, address: str = HERE, **headers: str) -> "Sender":
+    async def post(self, path: str, key: str, **headers: str) -> "Sender":
         """Send the request to the edge and keep the answer."""
         given = {"authorization": f"Bearer {key}", "content-length": str(sum(map(len, self._pieces)))}
         scope = {
@@ -59,16 +55,14 @@ class Sender:
             "headers": [
                 (name.encode(), value.encode()) for name, value in (given | headers).items() if value
             ],
-            "client": (address, 1234),
+            "client": (HERE, 1234),
         }
         await application(scope, self._receive, self._send)
         return self
 
     async def _receive(self) -> dict[str, Any]:
-        if self.read == len(self._pieces) - self._stops:
-            self.stopped.set()
-            await self.leave.wait()
-            return {"type": "http.disconnect"}
+        if self.read == len(self._pieces):
+            await asyncio.Event().wait()
         self.read += 1
         more = self.read < len(self._pieces)
         return {"type": "http.request", "body": self._pieces[self.read - 1], "more_body": more}
@@ -172,18 +166,3 @@ async def test_bodies_for_django_are_bounded_together(monkeypatch: pytest.Monkey
     short = await Sender(large(size=10)).post("/api/nodes/scheduling", WRONG)
     assert (refused.status, short.status) == (503, 401)
     assert budget.held == 0
-
-
-async def test_one_address_cannot_use_up_the_budget_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow bodies of one address leave room for the larger bodies of callers elsewhere."""
-    django = application._django._application
-    monkeypatch.setattr(django._budget, "limit", 1_000_000)
-    path, slow = "/api/nodes/scheduling", Sender(large(size=240_000), stops=True)
-    sending = asyncio.create_task(slow.post(path, WRONG))
-    await slow.stopped.wait()
-    same = await Sender(large(size=240_000)).post(path, WRONG)
-    others = [await Sender(large(size=240_000)).post(path, WRONG, address=f"192.0.2.{n}") for n in (8, 9)]
-    slow.leave.set()
-    await sending
-    assert (same.status, [other.status for other in others]) == (503, [401, 401])
-    assert (django._budget.held, dict(django._held_by_address)) == (0, {})
