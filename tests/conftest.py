@@ -185,6 +185,13 @@ def failed_sign_ins(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     return _count_apart(monkeypatch, "sign_ins", throttle.SIGN_IN_FAILURE_LIMIT, "sign-ins")
 
 
+@pytest.fixture
+def minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No minute ends while failures are counted."""
+    now = clock.now().replace(second=5)
+    monkeypatch.setattr(clock, "now", lambda: now)
+
+
 BUSY = 6
 """How many times as long everything may take on a machine that has something else to do."""
 

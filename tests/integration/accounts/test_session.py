@@ -67,13 +67,6 @@ def newcomer(ann: Any) -> Any:
     return ann
 
 
-@pytest.fixture
-def minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No minute ends while failures are counted."""
-    now = clock.now().replace(second=5)
-    monkeypatch.setattr(clock, "now", lambda: now)
-
-
 # Who is there
 
 

@@ -37,7 +37,7 @@ def intent(node: BackendNode) -> PendingBackendOp:
 def test_the_same_request_is_the_same_operation_and_due_at_once() -> None:
     node = hot.node()
     first = ask(INSTALL, node)
-    later = clock.now().replace(year=2030)
+    later = clock.now() + timedelta(days=1000)
     PendingBackendOp.objects.update(
         attempts=intent_rows.MAX_ATTEMPTS, last_error="no answer", next_retry_at=later
     )

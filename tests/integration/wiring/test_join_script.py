@@ -92,7 +92,7 @@ def test_only_who_may_join_gets_the_script_and_the_package(dist: Path) -> None:
         assert api.bearer(key).get(path).status_code == 403
 
 
-def test_wrong_tokens_are_counted() -> None:
+def test_wrong_tokens_are_counted(minute: None) -> None:
     codes = [api.bearer(f"guess-{number}").get("/join").status_code for number in range(31)]
     assert codes == [401] * 30 + [429]
     assert api.bearer(REGISTRATION_TOKEN).get("/join").status_code == 429

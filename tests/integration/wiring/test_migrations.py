@@ -101,9 +101,9 @@ def test_migrate_notes_its_version_and_knows_all_migrations() -> None:
 @pytest.mark.django_db
 def test_migrate_creates_the_partitions_of_figures() -> None:
     """A request before the first sample makes PostgreSQL log no error; `migrate` runs at each start."""
+    at = clock.now()  # before `migrate`: a period may end meanwhile
     with connection.cursor() as cursor:
         call_command("migrate", verbosity=0)
-        at = clock.now()
         cursor.execute("INSERT INTO figure_samples (subject, at, numbers) VALUES ('model/', %s, '{1}')", [at])
         cursor.execute("INSERT INTO figure_hours (subject, at, body) VALUES ('model/', %s, '')", [at])
     for table in figures.TABLES:

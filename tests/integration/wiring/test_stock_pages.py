@@ -202,12 +202,8 @@ def test_a_token_that_is_none(two_keys: tuple[str, str], body: Any, status: int)
 
 
 @pytest.mark.rule("http-5.4")
-def test_five_wrong_tokens_a_minute(
-    failed_sign_ins: throttle.Failures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_five_wrong_tokens_a_minute(failed_sign_ins: throttle.Failures, minute: None) -> None:
     """§5.4: then 429 for the right one too; passwords and tokens are counted together."""
-    now = clock.now().replace(second=5)
-    monkeypatch.setattr(clock, "now", lambda: now)
     page = StockPage()
     for _ in range(throttle.SIGN_IN_FAILURE_LIMIT):
         assert page.post("/api/auth/token-login", {"token": "wrong"}).status_code == 401
@@ -215,12 +211,8 @@ def test_five_wrong_tokens_a_minute(
     assert page.post("/api/auth/login", {"email": "ann", "password": PASSWORD}).status_code == 429
 
 
-def test_the_status_is_no_way_to_try_keys(
-    failed_keys: throttle.Failures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_status_is_no_way_to_try_keys(failed_keys: throttle.Failures, minute: None) -> None:
     """D-FAILED-TOKENS: a wrong key is counted there as anywhere."""
-    now = clock.now().replace(second=5)
-    monkeypatch.setattr(clock, "now", lambda: now)
     caller = api.bearer("wrong")
     answers = [caller.get("/api/auth/status") for _ in range(throttle.DEFAULT_LIMIT + 1)]
     assert {answer.json()["user"] for answer in answers[:-1]} == {None}
