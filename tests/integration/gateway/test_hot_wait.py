@@ -283,7 +283,7 @@ def test_who_may_not_see_nodes_reads_why_a_load_waits_without_their_names(
     cluster: Callable[..., None],
 ) -> None:
     """Issue 23: the refusal that a client gets says what is missing; one query for all that ask."""
-    cluster(model_load_wait=1.0)
+    cluster(model_load_wait=5.0)  # the reason must be there before it ends, also on a busy machine
     ann = User.objects.create_user(username="ann")
     hers = {"authorization": f"Bearer {principals.create_api_key(ann, 'hers')[1]}"}
     reason = "no node can take it: 1 without the VRAM it needs (100.0 GiB: gpu-7 has 23.0 GiB free)"
