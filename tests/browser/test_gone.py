@@ -46,6 +46,9 @@ def test_a_node_that_is_removed_is_asked_nothing_more(screen: Screen, fleet: Fle
     expect(page.get_by_role("button", name="Drain…")).to_be_visible()
     process.child.terminate()
     process.child.wait(20)
+    # The page reads the node again after each of its changes; of a node that is gone that would be refused.
+    eventually(lambda: fleet.node("leaving")["status"] == "offline", what="it is offline")
+    page.reload(wait_until="networkidle")
     page.get_by_role("button", name="More actions for leaving").click()
     page.get_by_role("menuitem", name="Remove…").click()
     dialog = page.get_by_role("alertdialog")
