@@ -280,7 +280,8 @@ async def test_a_layer_that_takes_days_keeps_those_before_it(
     setup.registry.push("a/one", [layer(RUN), layer(entry("b"))])
     setup.registry.push("a/two", [layer(RUN)])
     work = Installer(setup.store, (), Throttle(0), "default", setup.client, _unserved)
-    receive, others = download.Downloads._receive_body, []
+    receive = download.Downloads._receive_body
+    others: list[str] = []
 
     async def install(name: str) -> None:
         uri = f"oci://{setup.registry.host}/a/{name}"
