@@ -454,7 +454,7 @@ async def test_a_publication_that_takes_long_is_no_lost_slot(
 
     def slowly(*args: Any, **columns: Any) -> bool:
         published = publish(*args, **columns)
-        time.sleep(0.5)
+        time.sleep(0.5)  # real time is the subject: a watch that still ran would read the row 50 times
         return published
 
     monkeypatch.setattr(slots, "publish", slowly)

@@ -354,6 +354,7 @@ async def test_reading_a_file_for_its_hash_keeps_it_alive_and_silence_ends_it(
     plain = OpenedFile.read
 
     async def slowly(source: OpenedFile, most: int, digest: Any = None) -> bytes:
+        # Real time is the subject: the whole file takes longer than the allowed silence, no piece does.
         await asyncio.sleep(0.25 if digest else 0)
         return await plain(source, SIZE // 6 if digest else most, digest)
 
