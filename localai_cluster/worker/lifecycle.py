@@ -123,13 +123,9 @@ class Worker:
             allow_stock=config.allow_stock_frontend,
         )
         store = BackendStore(config.backends_path, config.backends_system_path, capability)
-        ports = PortAllocator(config.base_port, config.max_port)
         self._engine_token = secrets.token_hex(32)
-        self._rings = LogRings(config.log_lines, config.log_bytes)
-        exits, bind_host = Exits(config.advertise_host), bind_host_for(config.advertise_host)
-        self._supervisor = EngineSupervisor(
-            ports, self._engine_token, reaper, self._rings, exits, bind_host=bind_host
-        )
+        self._rings, exits = LogRings(config.log_lines, config.log_bytes), Exits(config.advertise_host)
+        self._supervisor = self._create_supervisor(reaper, exits)
         self._gpus = hardware.create_reader(
             config.test_gpus,
             lambda: ((engine.process.pid, engine.gpus) for engine in self._supervisor.engines()),
@@ -147,6 +143,17 @@ class Worker:
         self._pauses = Pauses()
         self._commands = self._create_commands(store, instance)
         self._heartbeats = self._create_heartbeats(exits)
+
+    def _create_supervisor(self, reaper: processes.ProcessReaper, exits: Exits) -> EngineSupervisor:
+        config = self._config
+        return EngineSupervisor(
+            PortAllocator(config.base_port, config.max_port),
+            self._engine_token,
+            reaper,
+            self._rings,
+            exits,
+            bind_host=bind_host_for(config.advertise_host),
+        )
 
     def _create_file_server(self, client: httpx.AsyncClient) -> FileServer:
         config = self._config

@@ -304,6 +304,7 @@ def conversation(change: dict[str, Any]) -> Conversation:
 
 def test_items_reach_the_engine_as_messages() -> None:
     """What the model thought, said and called in one answer is one message."""
+    looks, rain = [{"type": "output_text", "text": "I look."}], [{"type": "input_text", "text": "rain"}]
     told = conversation(
         {
             "instructions": "Be brief.",
@@ -322,19 +323,11 @@ def test_items_reach_the_engine_as_messages() -> None:
                     "summary": [],
                     "content": [{"type": "reasoning_text", "text": "hm"}],
                 },
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [{"type": "output_text", "text": "I look."}],
-                },
+                {"type": "message", "role": "assistant", "content": looks},
                 {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
                 {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "1", "output": "sun"},
-                {
-                    "type": "function_call_output",
-                    "call_id": "2",
-                    "output": [{"type": "input_text", "text": "rain"}],
-                },
+                {"type": "function_call_output", "call_id": "2", "output": rain},
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
                 {"role": "assistant", "content": "Yes."},
             ],
