@@ -30,6 +30,7 @@ from nodes.placement.memory import (
     FreeByGpu,
     MemoryReading,
     Reservation,
+    is_in_reading,
     unallocated_bytes,
     unallocated_on_gpu,
 )
@@ -62,10 +63,6 @@ class _Replica(NamedTuple):
     def is_serving(self) -> bool:
         return self.phase == Phase.SERVING
 
-    def is_in_reading(self, read_at: datetime | None) -> bool:
-        """Return True if the node's memory reading, of time `read_at`, shows the memory of this replica."""
-        return is_in_reading(self.loaded_at, read_at)
-
     @property
     def occupies_slot(self) -> bool:
         """Return True if the replica counts toward its node's limit (`NodeModelQuerySet.occupying`)."""
@@ -88,14 +85,6 @@ def reservation(
     shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
     shown_at = None if loaded_at is None else loaded_at + CLOCK_TOLERANCE
     return Reservation(needed, seen, seen_at or NEVER, shown_at, shares)
-
-
-def is_in_reading(loaded_at: datetime | None, read_at: datetime | None) -> bool:
-    """Return True if a memory reading of time `read_at` shows an engine that was loaded at `loaded_at`.
-
-    Of two times by the clocks of two machines the order is known only if they are far enough apart.
-    """
-    return loaded_at is not None and read_at is not None and loaded_at + CLOCK_TOLERANCE <= read_at
 
 
 def effectively_free_bytes(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
@@ -284,7 +273,7 @@ class _Rows:
         for replica in replicas:
             self._nodes_by_model[replica.model_name].add(id)
         reserving = [replica for replica in replicas if replica.vram_needed > 0]
-        if all(replica.is_in_reading(row["vram_read_at"]) for replica in reserving):
+        if all(is_in_reading(replica.loaded_at, row["vram_read_at"]) for replica in reserving):
             reserving = []  # saves the computation
         reservations = [reservation(*replica[5:]) for replica in reserving]
         return Candidate(

@@ -7,6 +7,7 @@ cannot change what is loaded. `folder` keeps the definitions of the models folde
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -119,11 +120,9 @@ def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any])
     warnings: list[str] = []
     defaults: dict[str, float | int] = {}
     for name, kind in NUMBERS.items():
-        value = parameters.get(name)
+        value = _parse_exponent(parameters.get(name), kind)
         if value is None:
             continue
-        if kind is float and isinstance(value, str) and _EXPONENT_PATTERN.fullmatch(value):
-            value = float(value)
         if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
             warnings.append(f"`parameters.{name}` is not a number and is ignored")
         elif not -(2**31) <= value < 2**31:
@@ -409,12 +408,17 @@ def _check_list(key: str, value: object, kind: type) -> list[Any]:
 
 
 _EXPONENT_PATTERN = re.compile(r"[-+]?\d{1,20}(\.\d{0,20})?[eE][-+]?\d{1,3}", re.ASCII)
-"""A number such as `1e6`: for Go's YAML, and so for LocalAI, a number, for ours a text."""
-_LARGEST_FLOAT = 3.4e38
-"""Numbers of `ModelOptions` have single precision."""
+_LARGEST_FLOAT = 3.4e38  # of single precision, as in `ModelOptions`
 
 
-def _check_value(key: str, value: object, kind: type) -> Any:
+def _parse_exponent(value: object, kind: type) -> Any:
+    """Return the number of a text such as `1e6`: LocalAI's YAML parser reads a number, PyYAML a text."""
+    if kind is float and isinstance(value, str) and _EXPONENT_PATTERN.fullmatch(value):
+        return float(value)
+    return value
+
+
+def _check_value(key: str, value: Any, kind: type[Any]) -> Any:
     # YAML reads `main_gpu: 0` and `flash_attention: on` as a number and a switch; both mean their text.
     if kind is str and isinstance(value, bool):
         return "on" if value else "off"
@@ -422,19 +426,15 @@ def _check_value(key: str, value: object, kind: type) -> Any:
         if "\0" in str(value):
             raise UnusableDefinition(f"`{key}` has the character U+0000")
         return str(value)
-    if kind is float and isinstance(value, str) and _EXPONENT_PATTERN.fullmatch(value):
-        value = float(value)
+    value = _parse_exponent(value, kind)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > _LARGEST_FLOAT:
-            raise UnusableDefinition(f"`{key}` is out of range")
-        return float(value)
+        value = float(value) if abs(value) <= _LARGEST_FLOAT else math.inf
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise UnusableDefinition(
             f"`{key}` is not {'a switch' if kind is bool else 'a number' if kind is not str else 'a text'}"
         )
-    if isinstance(value, int) and not -(2**31) <= value < 2**31:
-        raise UnusableDefinition(f"`{key}` is out of range")
-    if isinstance(value, float) and not abs(value) <= _LARGEST_FLOAT:  # also NaN
+    lowest, highest = (-_LARGEST_FLOAT, _LARGEST_FLOAT) if kind is float else (-(2**31), 2**31 - 1)
+    if not isinstance(value, str) and not lowest <= value <= highest:  # also NaN
         raise UnusableDefinition(f"`{key}` is out of range")
     return value
 

@@ -2,7 +2,7 @@
 
 R2.42: only local files are read; nothing is requested over the network. An absent file has the size in the
 record of its import (`recorded_files.py`); without a record its size is unknown. An unresponsive folder costs
-a caller at most ten seconds (C37), and one thread per model, however often callers retry.
+a caller at most ten seconds (C37), and one thread per text of a model, however often callers retry.
 """
 
 import errno

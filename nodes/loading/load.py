@@ -338,11 +338,7 @@ async def _keep_waiting(attempt: Attempt, reason: str) -> None:
 
 
 async def _give_up(attempt: Attempt) -> None:
-    """Free the slot if the attempt still owns it. A controller stops the engine that it may have started.
-
-    A stop from here could arrive late, when the end of this engine is confirmed and the next load has the
-    process key.
-    """
+    # The controllers stop the engine: a stop from here could arrive when another engine has the process key.
     await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now())
 
 

@@ -169,6 +169,14 @@ class MemoryReading:
     above a lowered budget would count as allocated."""
 
 
+def is_in_reading(loaded_at: datetime | None, read_at: datetime | None) -> bool:
+    """Return True if a reading of time `read_at` shows the memory of an engine loaded at `loaded_at`.
+
+    The times are those of two machines: their order is known only if they are far enough apart.
+    """
+    return loaded_at is not None and read_at is not None and loaded_at + CLOCK_TOLERANCE <= read_at
+
+
 @dataclass(frozen=True)
 class Reservation:
     """The bytes that one load needs, the reading by which it was placed, and the time of its publication.

@@ -31,6 +31,7 @@ from nodes.placement.memory import (
     Reservation,
     add_freed_memory,
     fill_gpus,
+    is_in_reading,
     total_bytes,
 )
 from operations.changes import events
@@ -218,7 +219,7 @@ def has_device_alone(node: BackendNode, gpus: Collection[int]) -> bool:
     others = NodeModel.engines.filter(node=node).values_list("phase", "loaded_at", "gpus")
     return all(
         phase == Phase.SERVING
-        and fleet_cache.is_in_reading(loaded_at, read_at)
+        and is_in_reading(loaded_at, read_at)
         and gpus
         and used
         and not {gpu["index"] for gpu in used} & set(gpus)

@@ -350,14 +350,13 @@ def _lock_replaced_replica(slot: Slot, replaced: UUID | None) -> UUID | None:
     return replaced if phases.get(replaced) == Phase.SERVING else None
 
 
-def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
+def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> None:
     """End an attempt that has published no replica, and free its slot.
 
-    Return True if it may have started an engine, which a controller stops.
+    A controller stops the engine that the attempt may have started.
     """
     with committed("load.ended"):
-        ended = _end_loads(owned_rows(slot, attempt), now)
-    return any(row.phase == Phase.STOPPING for row in ended)
+        _end_loads(owned_rows(slot, attempt), now)
 
 
 def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:

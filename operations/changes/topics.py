@@ -71,7 +71,7 @@ def read_update(since: int | None) -> Update:
 
 
 _next_reads: dict[int | None, "asyncio.Future[Update]"] = {}
-"""Reads that have not begun yet, by position: whoever comes to the position meanwhile shares the read."""
+"""Reads that have not begun yet, by position; further readers at the position share them."""
 
 
 def _begin_read(since: int | None) -> Update:

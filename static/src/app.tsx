@@ -20,7 +20,7 @@ const queries = new QueryClient({
     queries: {
       // Without a network a request fails at once; it does not wait for the network.
       networkMode: "always",
-      // A page that opens shows what is known and reads it again: nobody has listened to the feed for it meanwhile.
+      // A page that opens shows cached data and reads it again, because a closed page does not follow the feed.
       refetchOnWindowFocus: false,
       retry: (failures, error) => failures < 2 && error instanceof ApiError && (error.status === 0 || error.status >= 500),
     },

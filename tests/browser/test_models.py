@@ -50,7 +50,7 @@ def opened(screen: Screen, path: str) -> Page:
 
 
 def test_what_came_while_another_page_was_open_is_there_on_return(screen: Screen, models: Fleet) -> None:
-    """Nobody has listened to the feed for the list meanwhile."""
+    """A page that is not open does not follow the feed."""
     page = opened(screen, "/app/models")
     expect(row(page, STORED)).to_have_count(1)
     navigation = page.get_by_role("navigation").first

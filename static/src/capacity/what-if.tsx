@@ -28,16 +28,17 @@ export function WhatIfPage(): ReactNode {
   const [chosenFile, setFile] = useState<File | null>(null);
   const file = form.model.trim() === "" ? chosenFile : null;
   const plan = usePlan(submitted);
+  const isCurrent = submitted?.form === form && submitted.file === file;
   return (
     <div className="cap">
       <PageHead title="What if" note="Plan replicas on the current fleet or with more nodes. Nothing changes." />
       <CapacityTabs part="what-if" />
-      <Form form={form} file={file} busy={plan.isFetching} onChange={setForm} onFile={setFile} onSubmit={() => (submitted?.form === form && submitted.file === file ? void plan.refetch() : setSubmitted({ form, file }))} />
+      <Form form={form} file={file} busy={plan.isFetching} onChange={setForm} onFile={setFile} onSubmit={() => (isCurrent ? void plan.refetch() : setSubmitted({ form, file }))} />
       {submitted !== null && plan.isPending && <Loading subject="the plan" />}
       <Problem error={plan.error} onRetry={() => void plan.refetch()} />
       {plan.data !== undefined && plan.error === null && !isBlank(form) && (
         <>
-          {submitted?.form !== form && <p className="muted" role="status">The input has changed since this plan.</p>}
+          {!isCurrent && <p className="muted" role="status">The input has changed since this plan.</p>}
           <Planned plan={plan.data} />
         </>
       )}

@@ -62,6 +62,7 @@ export class Conversation {
     if (this.busy || draft.trim() === "" || model === "") return;
     this.lastId += 1;
     const previousTurns = editing ? turns.slice(0, -1) : turns;
+    // Empties the field, or puts back what was in it before an edit.
     this.leaveEdit();
     this.begin(previousTurns, { id: this.lastId, question: draft });
   }

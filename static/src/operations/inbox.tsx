@@ -94,7 +94,8 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
   // The buttons stay those of the selection when what was selected goes: a press must not act on all instead.
   const chosenFailures = chosen ?? failures;
   const selectionText = chosen === null ? `all (${failures.length})` : `selected (${chosen.length})`;
-  const possible = chosenFailures.filter((failure) => canRetry(failure) && asked?.has(failure.jobID) !== false);
+  const concerned = chosenFailures.filter(({ jobID }) => asked?.has(jobID) !== false);
+  const possible = concerned.filter(canRetry);
   const refusal = chosenFailures.length === 0 ? "The selected failures are no longer in the inbox" : "";
   return (
     <>
@@ -110,7 +111,7 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
           />
           Select all
         </label>
-        <Button small busy={retrying.busy} refusal={refusal || (possible.length === 0 ? "None of these can be retried" : "")} onClick={() => (chosen === null ? setAsked(new Set(possible.map(({ jobID }) => jobID))) : retrying.run(possible))}>
+        <Button small busy={retrying.busy} refusal={refusal || (possible.length === 0 ? "None of these can be retried" : "")} onClick={() => (chosen === null ? setAsked(new Set(failures.map(({ jobID }) => jobID))) : retrying.run(possible))}>
           Retry {selectionText}
           {chosen === null && "…"}
         </Button>
@@ -130,7 +131,7 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
             retrying.run(possible);
           }}
         >
-          <p>Each operation is retried on the nodes where it failed{possible.length < failures.length && `; ${count(failures.length - possible.length, "failure")} cannot be retried`}.</p>
+          <p>Each operation is retried on the nodes where it failed{possible.length < concerned.length && `; ${count(concerned.length - possible.length, "failure")} cannot be retried`}.</p>
         </Confirm>
       )}
     </>

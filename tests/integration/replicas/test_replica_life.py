@@ -175,7 +175,7 @@ def test_an_answer_that_comes_late_tells_the_stop_the_address() -> None:
     """The row is that engine's, whoever owns it now; an earlier answer stays."""
     slot = reserved(hot.node(), owner := attempt("a:1"))
     assert slots.start(slot, attempt=owner, now=clock.now())
-    assert slots.end_attempt(slot, attempt=owner, now=clock.now())
+    slots.end_attempt(slot, attempt=owner, now=clock.now())
     slots.record_answer(slot, ADDRESS)
     slots.record_answer(slot, "10.0.0.1:9")
     row = NodeModel.engines.get()
@@ -396,7 +396,7 @@ def test_an_attempt_that_is_over_ends_no_engine_at_its_former_address() -> None:
         **columns(phase="starting", address=ADDRESS, started_at=early + timedelta(seconds=30)),
     )
     assert engines.end_at_address(ADDRESS, node_id=node.pk, new_engine_id=over.id) == []
-    assert slots.end_attempt(over, attempt=owner, now=clock.now())
+    slots.end_attempt(over, attempt=owner, now=clock.now())
     NodeModel.engines.filter(pk=later.pk).update(started_at=early - timedelta(seconds=30))
     assert engines.end_at_address(ADDRESS, node_id=node.pk, new_engine_id=over.id) == []
     assert phases() == ["starting", "stopping"]
